@@ -131,7 +131,7 @@ def attention_by_size(model: Model) -> Mapping[Attention, Mapping[Attention, int
     return found
 
 
-def other_mixers(model: Model) -> Mapping[Mixer, int]:
+def other_mixers(model: Model) -> dict[Mixer, int]:
     """Return the distinct mixers of a model but softmax attention, with the number of layers of each."""
     return {each: number for each, number in mixer_counts(model).items() if not isinstance(each, Attention)}
 

@@ -171,7 +171,7 @@ def _layers(serving: Serving, settings: Settings, kernels: KernelCosts, tokens: 
     """Return the time of all layers on their own tokens in seconds, without routed experts and messages."""
     model, local = serving.model, np.zeros_like(tokens)
     mixers: dict[Mixer, int] = {each: sum(windows.values()) for each, windows in attention_by_size(model).items()}
-    for mixer, number in (mixers | {**other_mixers(model)}).items():
+    for mixer, number in (mixers | other_mixers(model)).items():
         local = local + number * mixer_seconds(mixer, serving, settings, kernels, tokens)
     for network, number in network_counts(model).items():
         local = local + number * _network_seconds(network, serving, settings, kernels, tokens)

@@ -54,9 +54,8 @@ def product_seconds(
 def ffn_seconds(
     products: tuple[Product, ...], serving: Serving, settings: Settings, kernels: KernelCosts, tokens: FloatArray
 ) -> FloatArray:
-    """Return the time of a feed-forward network of all tokens, in seconds: its two products, and the activation."""
-    up, down = products
-    moved = up.outer(settings.tensor) + down.inner(settings.tensor)
+    """Return the time of a feed-forward network of all tokens, in seconds: its products, and the activation between
+    the first and the last one."""
+    moved = products[0].outer(settings.tensor) + products[-1].inner(settings.tensor)
     activation = kernels.memory_seconds(tokens * moved * 2.0)
-    first, second = (product_seconds(each, serving, settings, kernels, tokens) for each in (up, down))
-    return first + activation + second
+    return sum((product_seconds(each, serving, settings, kernels, tokens) for each in products), activation)

@@ -48,6 +48,7 @@ STATES = GatedDeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128,
 LINEAR = {"model": mixed(DENSE, STATES, 27), "tokens": 1e4}
 SPARSE = {"model": mixed(LATENT, INDEXED, 36)}
 SHORT, LONG = ({**SPARSE, "tokens": tokens, "prompt": tokens} for tokens in (1024.0, 65536.0))
+LAUNCHED = {"overheads": replace(OVER, eager_kernels=0.0, eager_latent=60.0)}
 SPLIT_LATENT = {"model": LATENT, "tensor": 8}
 OF_TENSOR, OF_DATA = ({"model": EXPERTS, "expert": 2, ranks: 2} for ranks in ("tensor", "data"))
 SLOWER = {"overheads": replace(OVER, exchanged_share=0.5)}
@@ -99,6 +100,8 @@ def seconds(part: str, at: float = 1.0, on: Costs | None = None, **given: Any) -
         *((part, {"model": LATENT}, SHORT, 1.0001, 10.0) for part in ("cached", "pair")),
         *((part, {"model": LATENT}, LONG, 0.0, 0.9999) for part in ("cached", "pair")),
         ("local", SHORT, {**SHORT, "overheads": replace(OVER, indexer=1.0)}, 100.0, 1e9),
+        ("local", {"model": LATENT}, {"model": mixed(LATENT, Attention(indexer=SCORES), 36)}, 1.0, 1.0),  # no products
+        ("floor", {**LAUNCHED, "model": mixed(LATENT, STATES, 27)}, {**LAUNCHED, "model": LATENT}, 4.0, 4.0),
         # experts: few tokens use few of them, ranks exchange tokens, and kernels behind the exchange are slower
         ("shared", {"model": EXPERTS, "at": 128}, {"model": EXPERTS}, 0.0, 0.5),
         ("shared", OF_TENSOR, {**OF_TENSOR, "balanced": True}, 0.5, 0.9999),  # a tensor rank with busy experts
