@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 
 from flagcore.domain.model import Model
+from flagcore.domain.units import Layers, NoLayers, NoSize, Size, Word
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.plain_data import spec_error
-from flagcore.spec.validate import Layers, NoLayers, NoSize, Section, Size, Word
+from flagcore.spec.validate import Section
 
 
 class Shape(Section):
