@@ -14,7 +14,7 @@ from flagcore.i18n import N_, _, ngettext
 from flagcore.report.blocks import Block, Cell, Facts, Table, Text, cell, table
 from flagcore.report.candidate_report import causes_text, differences_text, figure_pairs
 from flagcore.report.formats import NAMES, shown, size_text
-from flagcore.report.result import noise_warnings, notes_of, number, slow_devices
+from flagcore.report.result import notes_of, number
 from flagcore.report.run import Record, RunData, measured_s, served
 from flagcore.report.text import (
     at_load,
@@ -23,6 +23,7 @@ from flagcore.report.text import (
     gain_text,
     limits_text,
     nearest_limit,
+    noise_warnings,
     reason_text,
     scaled_text,
     state_name,
@@ -55,7 +56,7 @@ def details(run: RunData) -> list[Block]:
     """Return further metrics of the best, the results of several engines, slow devices, and notes."""
     blocks: list[Block] = [Facts(list(_facts(run, run.best)))] if run.best else []
     blocks += [_engines(run)] if run.engines else []
-    for line, numbers in slow_devices(run).items():
+    for line, numbers in run.slow_devices.items():
         text = N_("Slow device, which delays all other devices: {line} (trial {trials}).")
         blocks.append(Text(_(text, line=line, trials=", ".join(map(str, numbers)))))
     return blocks + [Text(_("Note: {note}.", note=note)) for note in notes_of(run.data)]

@@ -65,6 +65,7 @@ def keys_of_record(record: type, *names: str) -> Callable[[type[M]], type[M]]:
     """
 
     def decorate(section: type[M]) -> type[M]:
+        name_of, doc, base = section.__name__, section.__doc__, section.__base__
         hints, texts = get_type_hints(record, include_extras=True), _texts_of(record)
         defaults = {each.name: ... if each.default is MISSING else each.default for each in fields(record)}
         keys = dict[str, Any]()
@@ -73,7 +74,7 @@ def keys_of_record(record: type, *names: str) -> Callable[[type[M]], type[M]]:
             if own:
                 own.description = own.description or text
             keys[name] = (own.annotation, own) if own else (hints[name], Field(defaults[name], description=text))
-        return cast("type[M]", create_model(section.__name__, __base__=RecordSection, __doc__=section.__doc__, **keys))
+        return cast("type[M]", create_model(name_of, __base__=base, __doc__=doc, **keys))
 
     return decorate
 
