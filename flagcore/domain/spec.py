@@ -23,22 +23,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.space import FloatArray, IntArray, KnobValue
 from flagcore.domain.trial import FIDELITIES, RUN, Measurement
-from flagcore.domain.units import (
-    Devices,
-    Fraction,
-    Memory,
-    NoLayers,
-    NoSteps,
-    OneOf,
-    PlannedSteps,
-    Probes,
-    Repeats,
-    Seconds,
-    Size,
-    Steps,
-    Trials,
-    Wait,
-)
+from flagcore.domain.units import Devices, Fraction, Memory, NoLayers, OneOf, Seconds, Size, Wait
 from flagcore.domain.work import Work
 from flagcore.i18n import _
 
@@ -222,11 +207,11 @@ class Control:
     """Maximum size of a trial's folder, in bytes or with a unit (60G is 60GB, 60Gi is 60GiB); null: 2 GiB."""
     device_wait: Wait = 60.0
     """Time that a trial waits for devices that other programs use before it fails."""
-    max_trials: Trials = 20
+    max_trials: Annotated[int, Interval(ge=1, le=1_000_000)] = 20
     """Maximum number of trials."""
-    parallel_trials: Literal["auto"] | Trials = 1
+    parallel_trials: Literal["auto"] | Annotated[int, Interval(ge=1, le=1_000_000)] = 1
     """Maximum number of parallel trials, each on its own devices or hosts; auto: as many as the devices allow."""
-    repeats: Repeats = 1
+    repeats: Annotated[int, Interval(ge=0, le=1_000)] = 1
     """Minimum number of times that the baseline, the best and its rivals run again at the end."""
     indifference: Fraction = 0.02
     """Relative gain that does not matter; at least the noise. The search ends when no larger gain is expected."""
@@ -234,11 +219,11 @@ class Control:
     """Whether the best configuration is started at the end."""
     use_experience: bool = True
     """Whether measurements of earlier runs on the same chip correct the predictions."""
-    train_iters: Steps = 5
+    train_iters: Annotated[int, Interval(ge=2, le=1_000_000)] = 5
     """Steps per trial."""
     max_step_time: Seconds | None = 60.0
     """Longer steps run with a smaller global batch, and their time is scaled; null: all steps are whole."""
-    warmup_iters: NoSteps = 1
+    warmup_iters: Annotated[int, Interval(ge=0, le=1_000_000)] = 1
     """Warm-up steps of a trial, which are not measured; fewer than train_iters."""
     fidelity: Annotated[str, OneOf(FIDELITIES)] = RUN
     """Fidelity of trials: predictions only, single ranks on one device, or the whole job on all devices."""
@@ -248,9 +233,9 @@ class Control:
     """Whether, on a CPU, trials of flagcore's program are forked from a process that has imported its modules."""
     compare_hosts: bool = True
     """Whether to compare the speed of devices and networks of hosts before the first trial."""
-    probes: Probes = 0
+    probes: Annotated[int, Interval(ge=0, le=1_000)] = 0
     """Number of candidates to probe on one device before the first run."""
-    planned_steps: PlannedSteps | None = None
+    planned_steps: Annotated[int, Interval(ge=1, le=1_000_000_000)] | None = None
     """Planned steps of the job; the search ends when no trial is expected to save more time in them than it takes."""
 
 

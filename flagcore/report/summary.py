@@ -232,12 +232,7 @@ def _gain(run: RunData, best: Trial) -> Cell:
         return Cell(_("unknown: the baseline was not run"))
     values = run.configuration(baseline)
     if speedup is None:
-        if baseline.measurement and baseline.state is not TrialState.STOPPED:
-            text = N_("unknown: the best or the baseline ({baseline}) has no measurement of whole steps")
-            return Cell(_(text, baseline=values))
-        does_not_fit = run.fidelity == ESTIMATE and baseline.predicted is not None and baseline.predicted.fits is False
-        state_text = _("predicted not to fit") if does_not_fit else state_name(baseline.state.value)
-        return Cell(_("unknown: state of the baseline ({baseline}): {state}", baseline=values, state=state_text))
+        return Cell(_why_unknown(run, baseline, values))
     if best.candidate == baseline.candidate:
         text = N_("the baseline is the best: no trial was faster")
         if run.fidelity == ESTIMATE:
@@ -259,6 +254,16 @@ def _gain(run: RunData, best: Trial) -> Cell:
     )
     over = _("over {baseline}", baseline=values + run.over(baseline))
     return Cell(value if speedup.significant else verdict, speedup.value, note=f"{note} {over}".strip())
+
+
+def _why_unknown(run: RunData, baseline: Trial, values: str) -> str:
+    """Return why the speedup over a baseline with these values is unknown."""
+    if baseline.measurement and baseline.state is not TrialState.STOPPED:
+        text = N_("unknown: the best or the baseline ({baseline}) has no measurement of whole steps")
+        return _(text, baseline=values)
+    does_not_fit = run.fidelity == ESTIMATE and baseline.predicted is not None and baseline.predicted.fits is False
+    state_text = _("predicted not to fit") if does_not_fit else state_name(baseline.state.value)
+    return _("unknown: state of the baseline ({baseline}): {state}", baseline=values, state=state_text)
 
 
 def _fastest_without_limits(run: RunData, best: Trial) -> str:

@@ -20,10 +20,7 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.lengths import Lengths
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Adapter, Control, Precision, Target, TrainSpec
-from flagcore.domain.units import (
-    Text,
-    Word,
-)
+from flagcore.domain.units import Text, Word
 from flagcore.i18n import _
 from flagcore.spec.clusters import ClusterSection, cluster_of
 from flagcore.spec.knobs import baseline_section, candidate_of, settings_of, settings_section, space_of, space_section

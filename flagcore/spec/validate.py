@@ -15,15 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    create_model,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model
 from pydantic_core import PydanticCustomError
 
 from flagcore.domain.units import LONGEST_TEXT, Value
@@ -215,30 +207,30 @@ def _words_of(part: Schema) -> list[str]:
     kind = part.get("type")
     if "const" in part or "enum" in part:
         return [str(word) for word in part.get("enum", [part.get("const")])]
-    if kind == "integer":
-        if "minimum" not in part:
-            return [_("a whole number")]
-        return [_("a whole number from {least} to {most}", least=part["minimum"], most=part["maximum"])]
-    if kind == "number" and "maximum" not in part:
-        return [_("a number")]
-    if kind == "number" and "exclusiveMinimum" in part:
-        return [_("a number above {least} up to {most}", least=part["exclusiveMinimum"], most=part["maximum"])]
-    if kind == "number":
-        return [_("a number from {least} to {most}", least=part["minimum"], most=part["maximum"])]
     if kind == "boolean":
         return ["true", "false"]
-    if kind == "string":
-        if "examples" in part:
-            return [_("a string such as {example}", example=part["examples"][0])]
-        if "minLength" not in part:
-            return [_("a string")]
-        return [_("a string of {least} to {most} characters", least=part["minLength"], most=part["maxLength"])]
+    for _kind, limits, text in (row for row in TEXTS if row[0] == kind and {*row[1].values()} <= part.keys()):
+        given = {name: part[limit][0] if limit == "examples" else part[limit] for name, limit in limits.items()}
+        return [_(text, **given)]
     if 0 < len(keys := list(part.get("properties", {}))) <= LISTED_KEYS:
         return [_("a mapping with keys such as {keys}", keys=", ".join(keys))]
     if kind == "object" and "examples" in part:
         example = ", ".join(f"{key}: {value}" for key, value in part["examples"][0].items())
         return [_("a non-empty mapping such as {example}", example=f"{{{example}}}")]
     return ["null" if kind == "null" else _("a mapping")]
+
+
+TEXTS: tuple[tuple[str, Mapping[str, str], str], ...] = (
+    ("integer", {"least": "minimum", "most": "maximum"}, N_("a whole number from {least} to {most}")),
+    ("integer", {}, N_("a whole number")),
+    ("number", {"least": "exclusiveMinimum", "most": "maximum"}, N_("a number above {least} up to {most}")),
+    ("number", {"least": "minimum", "most": "maximum"}, N_("a number from {least} to {most}")),
+    ("number", {}, N_("a number")),
+    ("string", {"example": "examples"}, N_("a string such as {example}")),
+    ("string", {"least": "minLength", "most": "maxLength"}, N_("a string of {least} to {most} characters")),
+    ("string", {}, N_("a string")),
+)
+"""Types of JSON Schema, the keywords that a schema has, and the description of its values. The first row counts."""
 
 
 def _problems(root: Schema, data: object, kinds: Mapping[KeyPath, str], file: str) -> list[SpecError]:
@@ -352,18 +344,27 @@ def _hint(value: object, options: list[Schema]) -> str:
     if all("items" in option for option in options) and isinstance(value, (bool, int, float, str)):
         return _("write a list: [{values}]", values=", ".join(str(value).split()))
     options = [*options, *(option["items"] for option in options if "items" in option)]
-    types = {option.get("type") for option in options}
-    units = [unit for option in options for unit in option.get("units", ())]
-    if not isinstance(value, str):
-        least = [each.get("minimum", value) for each in options if each.get("type") == "integer"]
-        if isinstance(value, float) and least and min(least) <= value and value.is_integer():
-            return _("write {value}", value=int(value))
-        accepts_text = any("maxLength" in option and "examples" not in option for option in options)
-        return _("quote it") if accepts_text and isinstance(value, (bool, int, float)) else ""
+    return _hint_of_text(value, options) if isinstance(value, str) else _hint_of_number(value, options)
+
+
+def _hint_of_number(value: object, options: list[Schema]) -> str:
+    least = [each.get("minimum", value) for each in options if each.get("type") == "integer"]
+    if isinstance(value, float) and least and min(least) <= value and value.is_integer():
+        return _("write {value}", value=int(value))
+    accepts_text = any("maxLength" in option and "examples" not in option for option in options)
+    return _("quote it") if accepts_text and isinstance(value, (bool, int, float)) else ""
+
+
+YES, NO = ("true", "yes", "on"), ("false", "no", "off")
+
+
+def _hint_of_text(value: str, options: list[Schema]) -> str:
+    types, low = {option.get("type") for option in options}, value.lower()
     if re.fullmatch(r"[-+]?\d{1,18}(\.\d+)?", value) and types & {"integer", "number"}:
         return _("write {value} without quotes", value=value)
-    if value.lower() in ("true", "false", "yes", "no", "on", "off") and "boolean" in types:
-        return _("write {value} without quotes", value="true" if value.lower() in ("true", "yes", "on") else "false")
+    if low in (*YES, *NO) and "boolean" in types:
+        return _("write {value} without quotes", value=YES[0] if low in YES else NO[0])
+    units = [unit for option in options for unit in option.get("units", ())]
     if units and (amount := re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z/]+)", value)):
         close_units = [unit for unit in units if unit.lower() == amount[2].lower()]
         text = _("use a unit of {units}", units=", ".join(units))
