@@ -42,7 +42,7 @@ def render_hook(mark: str) -> str:
 
 
 def render_record(mark: str) -> str:
-    """Return the table of the fields of a record, from the docstring of its function in flagcore/report/result.py.
+    """Return the table of the fields of a record, from the docstring of its class in flagcore/report/result.py.
 
     `record NAME`.
     """

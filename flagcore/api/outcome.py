@@ -25,7 +25,7 @@ from flagcore.errors import NoDevice, UsageError
 from flagcore.i18n import N_, _, printable
 from flagcore.launchers.script import job_name, start_lines, start_script
 from flagcore.report.formats import Notebook, as_yaml, hardware_text
-from flagcore.report.result import result
+from flagcore.report.result import Result
 from flagcore.report.run import RunData, json_file
 from flagcore.report.run_text import result_text
 from flagcore.report.text import best_text, candidate_text
@@ -67,7 +67,7 @@ def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
     """Write the result of a search to `run_dir`, and the spec, launch and script of the best configuration, if any."""
     plan, problem = ending.plan, ending.problem
     cannot, precision_reason = "", problem.platform.precision_reason
-    data = redact_data(result(plan, str(run_dir)), problem.task.spec.secrets)
+    data = redact_data(Result.write(plan, str(run_dir)), problem.task.spec.secrets)
     if precision_reason:
         precision = problem.task.spec.work.precision
         data["precision"] = {"value": precision, "reason": precision_reason}

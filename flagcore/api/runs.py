@@ -26,9 +26,7 @@ from flagcore.errors import EveryTrialFailed, FlagError, NothingFits, RunError, 
 from flagcore.i18n import N_, _
 from flagcore.plugins.loaded import LoadedPlugins
 from flagcore.report.formats import COLUMNS, Notebook, render
-from flagcore.report.result import read_plan
-from flagcore.report.result import trial as trial_data
-from flagcore.report.result_schema import checked_result
+from flagcore.report.result import Result, TrialResult
 from flagcore.report.run import RunData
 from flagcore.report.summary import no_best
 from flagcore.report.text import best_text, candidate_columns
@@ -134,7 +132,7 @@ class Run(Notebook):
         except ImportError:
             raise UsageError(_("to_dataframe needs pandas: pip install pandas")) from None
         trials = sorted([*self.probes, *self.trials, *self.repeats], key=lambda trial: trial.number)
-        return json_normalize([trial_data(each) for each in trials])
+        return json_normalize([TrialResult.write(each) for each in trials])
 
     def __repr__(self) -> str:
         return f"<Run {self.folder}: {len(self.trials)} trials, {best_text(self.best, self.speedup, self.knobs)}>"
@@ -238,7 +236,7 @@ def read_result(path: Path) -> Mapping[str, Any]:
     """
     file = path / RESULT
     try:
-        return checked_result(read_regular(file, folder=path))
+        return Result.check(read_regular(file, folder=path))
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, SpecError) as error:
@@ -247,14 +245,19 @@ def read_result(path: Path) -> Mapping[str, Any]:
 
 def saved_trials(path: Path, data: Mapping[str, Any]) -> tuple[Trial, ...]:
     """Return the trials in the result of a run, without the predictions of an estimate. Raises RunError."""
-    try:
-        plan = read_plan(data) if data and data["fidelity"] != ESTIMATE and not data.get("engines") else {}
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise unreadable_error(path / RESULT, error) from None
+    plan = _plan_of(path, data) if data and data["fidelity"] != ESTIMATE and not data.get("engines") else {}
     trials = tuple(trial for name in ("trials", "repeats", "probes") for trial in plan.get(name, ()))
     if trials and (last := max(trial.number for trial in trials)) >= len(trials) + MAX_GAP:
         raise unreadable_error(path / RESULT, f"number = {last}, but there are only {len(trials)} trials")
     return trials
+
+
+def _plan_of(path: Path, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the plan in a result. Raises RunError if its values contradict each other."""
+    try:
+        return Result.read(data)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise unreadable_error(path / RESULT, error) from None
 
 
 def saved_spec(path: Path) -> dict[str, Any]:
@@ -293,10 +296,7 @@ def count_trials(data: Mapping[str, Any]) -> int:
 
 def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
     """Return the run of an estimate. Its trials are predictions, which only the result contains."""
-    try:
-        plan = read_plan(data)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise unreadable_error(path / RESULT, error) from None
+    plan = _plan_of(path, data)
     fields = {name: plan[name] for name in ("trials", "speedup", "baseline", "best")}
     return Run(folder=path, spec={}, data=data, fidelity=ESTIMATE, search_state=SearchState(), **fields)
 

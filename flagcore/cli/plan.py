@@ -91,7 +91,7 @@ def estimate_command(
 
 
 def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, form: str, **arguments: Any) -> None:
-    from flagcore.report.estimate import estimate_columns, estimate_texts, published_table
+    from flagcore.report.estimate import estimate_columns, estimate_texts
 
     like, report = arguments.pop("like"), arguments.pop("report")
     on_page = None if report is None else partial(options.write_file, report)
@@ -107,30 +107,9 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
         spec, top=max(top, number), on_first=on_first, on_page=on_page, start=_export_command, **arguments
     )
     if explain is not None:
-        if number > len(estimate.candidates):
-            count = len(estimate.candidates)
-            raise click.UsageError(_("--explain {id}: there are {count} candidates", id=explain, count=count))
-        of_name = {PLAN: estimate.recommended, 0: estimate.baseline}
-        record = of_name[number] if number in of_name else estimate.candidates[number - 1]
-        details = {"chip": estimate.chip, "devices": estimate.devices, **record, "model": list(estimate.model)}
-        details |= {"notes": list(estimate.notes)} if estimate.notes else {}
-        title = {PLAN: _("Recommended"), 0: _("Baseline")}.get(number) or _("Candidate {number}", number=number)
-        if form == "table":
-            from flagcore.report.explanation import detail_text
-
-            options.show(detail_text(details, title, estimate.knobs, estimate.labels))
-        else:
-            options.show_record(details, form)
+        _show_candidate(estimate, number, explain, form)
     elif arguments["evidence"]:
-        from flagcore.report.formats import as_data
-
-        runs: list[dict[str, Any]] = as_data(estimate.published)
-        if form == "table" and not runs:
-            options.say(_("no published run of such a job on {chip} is known", chip=estimate.chip))
-        elif form == "table":
-            options.show(published_table(estimate.published))
-        else:
-            options.show_records(runs, form, {name: name for name in runs[0]} if runs else {})
+        _show_evidence(estimate, form)
     elif form != "table":
         if estimate.unmet:
             options.say(estimate.unmet)
@@ -140,6 +119,38 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
             (options.show if is_result else options.say)(text)
         if estimate.target and (command := _export_command(estimate.target)):
             options.say("\n" + _("Start the recommended candidate: {command}", command=command))
+
+
+def _show_candidate(estimate: api.Estimate, number: int, name: str, form: str) -> None:
+    """Print a candidate in detail: one of the list by its number, the baseline (0) or the recommended one (PLAN)."""
+    from flagcore.report.explanation import detail_text
+
+    if number > len(estimate.candidates):
+        count = len(estimate.candidates)
+        raise click.UsageError(_("--explain {id}: there are {count} candidates", id=name, count=count))
+    of_name = {PLAN: estimate.recommended, 0: estimate.baseline}
+    record = of_name[number] if number in of_name else estimate.candidates[number - 1]
+    details = {"chip": estimate.chip, "devices": estimate.devices, **record, "model": list(estimate.model)}
+    details |= {"notes": list(estimate.notes)} if estimate.notes else {}
+    title = {PLAN: _("Recommended"), 0: _("Baseline")}.get(number) or _("Candidate {number}", number=number)
+    if form == "table":
+        options.show(detail_text(details, title, estimate.knobs, estimate.labels))
+    else:
+        options.show_record(details, form)
+
+
+def _show_evidence(estimate: api.Estimate, form: str) -> None:
+    """Print the published runs on the chip."""
+    from flagcore.report.estimate import published_table
+    from flagcore.report.formats import as_data
+
+    runs: list[dict[str, Any]] = as_data(estimate.published)
+    if form == "table" and not runs:
+        options.say(_("no published run of such a job on {chip} is known", chip=estimate.chip))
+    elif form == "table":
+        options.show(published_table(estimate.published))
+    else:
+        options.show_records(runs, form, {name: name for name in runs[0]} if runs else {})
 
 
 def _export_command(target: str) -> str:

@@ -275,14 +275,14 @@ def history_command(context: click.Context, /, csv: Path, same_machine: bool, fo
     `flag tune SPEC --run-dir DIR` resumes it. Rows and columns that are skipped are reported on stderr.
     """
     from flagcore.report.formats import table_columns
-    from flagcore.report.result import trial as trial_record
+    from flagcore.report.result import TrialResult
     from flagcore.report.text import candidate_columns
 
     importer = str(context.info_name).removesuffix(HISTORY)
     imported = api.import_history(csv, same_machine=same_machine, importer=importer, **given)
     for note in imported.notes:
         options.say(f"flag: {note}")
-    records = [trial_record(trial) for trial in imported.trials]
+    records = [TrialResult.write(trial) for trial in imported.trials]
     columns = {"trial": "number", **candidate_columns(records, imported.knobs), **table_columns("imported")}
     options.show_records(records, form, columns)
     text = N_("Saved {count} trials of another machine to {folder}.")

@@ -6,17 +6,23 @@ Costs are in the currency of `cluster.price_per_device_hour`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Annotated, Any
+
+import numpy as np
+from annotated_types import Interval
 
 from flagcore.domain.knob import Knobs
-from flagcore.domain.metrics import RATES
+from flagcore.domain.metrics import PER_DEVICE, PER_USER, RATES
 from flagcore.domain.space import Candidate
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import Task, pareto
 from flagcore.domain.trial import ESTIMATE, RUN, Trial, TrialState
 from flagcore.i18n import N_, Message
 
+Count = Annotated[int, Interval(ge=0, le=2**63)]
 MAX_SLOWDOWN = 0.05
 """The maximum relative slowdown at which trials may run in parallel, even if the noise of single runs is larger."""
 
@@ -95,16 +101,16 @@ class Counts:
     candidates = does_not_fit + sum(pruned) + measured + stopped + failed + untried.
     """
 
-    combinations: int
-    illegal: Mapping[str, int]
-    merged: int
-    candidates: int
-    does_not_fit: int
-    pruned: Mapping[str, int]
-    measured: int
-    stopped: int
-    failed: int
-    untried: int
+    combinations: Count
+    illegal: dict[str, Count]
+    merged: Count
+    candidates: Count
+    does_not_fit: Count
+    pruned: dict[str, Count]
+    measured: Count
+    stopped: Count
+    failed: Count
+    untried: Count
 
     @property
     def balanced(self) -> bool:
@@ -171,6 +177,31 @@ class Plan:
     def median_s(self, trial: Trial) -> float | None:
         """Return the median step time in seconds over the runs of a trial's candidate, or that of an estimate."""
         return trial.predicted_step_s if self.fidelity == ESTIMATE else self.runs_of(trial.candidate).median_s
+
+    @property
+    def front(self) -> list[Mapping[str, Any]]:
+        """The Pareto-optimal load points of output tokens per second, per device and per user, fastest first.
+
+        The rate of a user is the inverse of the median time per token.
+        """
+        points = [
+            {"trial": trial.number, **point, PER_USER: 1.0 / point["tpot_s.p50"]}
+            for trial in self.trials
+            if trial.measurement
+            for point in trial.measurement.points
+            if point.get(PER_DEVICE) and point.get("tpot_s.p50")
+        ]
+        by_device, by_user = (np.array([point[name] for point in points]) for name in (PER_DEVICE, PER_USER))
+        return [points[index] for index in pareto(by_device, by_user)]
+
+    @property
+    def slow_devices(self) -> dict[str, list[int]]:
+        """The warnings about slow devices without measured values, each with the numbers of its trials."""
+        trials_by_device: dict[str, list[int]] = {}
+        for each in (*self.trials, *self.repeats):
+            for line in each.measurement.slow if each.measurement else ():
+                trials_by_device.setdefault(re.split(" (?:takes|runs) ", line)[0], []).append(each.number)
+        return trials_by_device
 
     @property
     def prediction_error(self) -> PredictionError | None:

@@ -10,9 +10,10 @@ import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
+from annotated_types import Interval
 
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.knob import Effect, Knob
@@ -21,7 +22,8 @@ from flagcore.domain.metrics import LATENCIES, RATES, STATISTICS
 from flagcore.domain.model import Model
 from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.space import FloatArray, IntArray, KnobValue
-from flagcore.domain.trial import Measurement
+from flagcore.domain.trial import FIDELITIES, RUN, Measurement
+from flagcore.domain.units import Devices, Fraction, Memory, NoLayers, OneOf, Seconds, Size, Wait
 from flagcore.domain.work import Work
 from flagcore.i18n import _
 
@@ -93,30 +95,24 @@ class ClusterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """Low-rank adapters, which are trained beside frozen weights.
+    """Low-rank adapters, which are trained instead of the weights."""
 
-    `kind`: lora, dora or qlora. `targets`: the linear layers that have one, or all-linear. `base`: the number format of
-    the frozen weights of linear layers. None means that of the job.
-    """
-
-    kind: str = "lora"
-    rank: int = 32
-    targets: tuple[str, ...] | str = "all-linear"
-    base: str | None = None
+    kind: Annotated[str, OneOf(("lora", "dora", "qlora"))] = "lora"
+    """LoRA, DoRA (with a trained magnitude of each output), or QLoRA (LoRA on quantized weights)."""
+    rank: Annotated[int, Interval(ge=1, le=4096)] = 32
+    """Inner width of the adapters."""
+    targets: str | tuple[str, ...] = "all-linear"
+    """Layers with an adapter: all-linear (all but embedding, router and head), or projections of queries, keys, values
+    and attention output, of feed-forward networks and experts, and of other mixers (in_proj, out_proj)."""
+    base: Annotated[str, OneOf(("nf4", "int8"))] | None = None
+    """Number format of the frozen linear layers; null: nf4 for qlora, else the precision of the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSpec(Work):
     """A training job.
 
-    `adapter`: the adapters that are trained. None means that all weights are trained.
-    `command`: the user's launch command. None means flagcore's trial program.
-    `directory`: the working directory of the command, by default the folder of the spec.
-    `lengths`: the lengths of samples. None means that all have `seq_length` tokens.
-    `mtp_num_layers`: the depths of multi-token prediction that are trained, if they are given.
-    `untrained_depths`: those of the model's files that the job is assumed not to train. None: nothing is assumed.
-    `settings`: engine settings, the same for all candidates. Lists are comma-separated text.
-    `flags`: arguments that knobs with effects add to the command.
+    Its `directory` is by default the folder of the spec.
     """
 
     kind: ClassVar[str] = "train"
@@ -127,18 +123,30 @@ class TrainSpec(Work):
 
     paths: ClassVar[tuple[tuple[str, ...], ...]] = (("lengths", "file"),)
 
-    seq_length: int
-    global_batch_size: int
+    seq_length: Size
+    """Tokens per sample."""
+    global_batch_size: Size
+    """Samples per step, over all devices."""
     lengths: Lengths | None = None
-    attention: str = "flash"
-    implementation: str | None = None
+    """Lengths of the samples; null: all have seq_length tokens."""
+    attention: Annotated[str, OneOf(("flash", "unfused"))] = "flash"
+    """Attention kernel: fused (flash), or storing the scores in memory (unfused)."""
+    implementation: Annotated[str, OneOf(("local", "transformer_engine"))] | None = None
+    """Implementation of the layers; null: the engine's default."""
     settings: Mapping[str, SettingValue] = field(default_factory=dict)
+    """Settings of the engine that are the same for all candidates. Lists are comma-separated text."""
     assumed: Mapping[str, SettingValue] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
+    """Arguments that knobs with effects add to the command."""
     program: Any = None
+    """What the engine must know about the program that `command` starts; only for engines for any program."""
     adapter: Adapter | None = None
-    mtp_num_layers: int | None = None
+    """Low-rank adapters that are trained, the other weights are frozen; null: all weights are trained."""
+    mtp_num_layers: NoLayers | None = None
+    """Depths of multi-token prediction that are trained; null: those of an inline shape, or of a model's files if the
+    engine trains them and there are no adapters."""
     untrained_depths: int | None = None
+    """Those of the model's files that the job is assumed not to train. None: nothing is assumed."""
 
     @property
     def step_samples(self) -> int:
@@ -189,42 +197,46 @@ class TrainSpec(Work):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """The budget and the options of a search. Times are in seconds.
+    """The budget and the options of a search. Numbers of times are seconds, those of sizes are bytes."""
 
-    `max_time_per_task`: the time limit of a trial. None means that it is derived from the trial's prediction.
-    `max_step_time`: steps that are predicted to take longer are shortened. None means never.
-    `max_time`: the time limit of the whole search. None means no limit.
-    `disk_limit`: the number of bytes that a trial may write to its folder. None means the default of `Launch`.
-    `device_wait`: the maximum time that a trial waits for devices that other programs use.
-    `warm_start`: whether a trial may be forked from a process that has already imported its modules.
-    `compare_hosts`: whether the speeds of several hosts are compared before the first trial.
-    `parallel_trials`: the maximum number of parallel trials, each on its own devices.
-    `trial_nodes`: the number of nodes on which trials run. None means all nodes.
-    `fidelity`: one of `flagcore.domain.trial.FIDELITIES`.
-    `probes`: the number of candidates that are probed before the first run.
-    `indifference`: the relative gain that does not matter to the user; see `search_state.indifference`.
-    `planned_steps`: the number of steps that the best candidate will run in production. None if unknown.
-    """
-
-    train_iters: int = 5
-    warmup_iters: int = 1
-    max_time_per_task: float | None = None
-    max_step_time: float | None = 60.0
-    max_time: float | None = None
-    disk_limit: int | None = None
-    device_wait: float = 60.0
-    warm_start: bool = True
-    compare_hosts: bool = True
-    max_trials: int = 20
-    parallel_trials: int | Literal["auto"] = 1
-    trial_nodes: int | None = None
-    repeats: int = 1
+    max_time_per_task: Seconds | None = None
+    """Wall-clock limit of one trial; null: derived from its prediction, 1200 s for servers."""
+    max_time: Seconds | None = None
+    """Wall-clock limit of the whole search; null: none."""
+    disk_limit: Memory = None
+    """Maximum size of a trial's folder, in bytes or with a unit (60G is 60GB, 60Gi is 60GiB); null: 2 GiB."""
+    device_wait: Wait = 60.0
+    """Time that a trial waits for devices that other programs use before it fails."""
+    max_trials: Annotated[int, Interval(ge=1, le=1_000_000)] = 20
+    """Maximum number of trials."""
+    parallel_trials: Literal["auto"] | Annotated[int, Interval(ge=1, le=1_000_000)] = 1
+    """Maximum number of parallel trials, each on its own devices or hosts; auto: as many as the devices allow."""
+    repeats: Annotated[int, Interval(ge=0, le=1_000)] = 1
+    """Minimum number of times that the baseline, the best and its rivals run again at the end."""
+    indifference: Fraction = 0.02
+    """Relative gain that does not matter; at least the noise. The search ends when no larger gain is expected."""
     run_best: bool = False
+    """Whether the best configuration is started at the end."""
     use_experience: bool = True
-    fidelity: str = "run"
-    probes: int = 0
-    indifference: float = 0.02
-    planned_steps: int | None = None
+    """Whether measurements of earlier runs on the same chip correct the predictions."""
+    train_iters: Annotated[int, Interval(ge=2, le=1_000_000)] = 5
+    """Steps per trial."""
+    max_step_time: Seconds | None = 60.0
+    """Longer steps run with a smaller global batch, and their time is scaled; null: all steps are whole."""
+    warmup_iters: Annotated[int, Interval(ge=0, le=1_000_000)] = 1
+    """Warm-up steps of a trial, which are not measured; fewer than train_iters."""
+    fidelity: Annotated[str, OneOf(FIDELITIES)] = RUN
+    """Fidelity of trials: predictions only, single ranks on one device, or the whole job on all devices."""
+    trial_nodes: Devices | None = None
+    """Nodes of a trial, with fewer data-parallel replicas; null: all of the cluster."""
+    warm_start: bool = True
+    """Whether, on a CPU, trials of flagcore's program are forked from a process that has imported its modules."""
+    compare_hosts: bool = True
+    """Whether to compare the speed of devices and networks of hosts before the first trial."""
+    probes: Annotated[int, Interval(ge=0, le=1_000)] = 0
+    """Number of candidates to probe on one device before the first run."""
+    planned_steps: Annotated[int, Interval(ge=1, le=1_000_000_000)] | None = None
+    """Planned steps of the job; the search ends when no trial is expected to save more time in them than it takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,11 @@
-"""Amounts with units in specs and options: durations, sizes and data rates."""
+"""Amounts with units in specs and options (durations, sizes, data rates), and the types of values with their limits."""
 
 import re
 from collections.abc import Mapping
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from annotated_types import Interval, Len
 
 N = TypeVar("N", int, float)
 
@@ -32,3 +35,61 @@ def parse_amount(text: str, units: Mapping[str, N]) -> N | None:
         return None
     unit = units[match[2]]
     return type(unit)(float(match[1]) * unit)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InUnits:
+    """Marks a number that may also be a string with one of `units`, such as `example`."""
+
+    units: Mapping[str, float]
+    example: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema  # late: only the reader of specs needs it
+
+        return core_schema.no_info_before_validator_function(self._number_of, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        text = {"type": "string", "pattern": amount_pattern(self.units), "examples": [self.example]}
+        return {"anyOf": [handler(schema["schema"]), {**text, "units": list(self.units)}]}
+
+    def _number_of(self, value: object) -> object:
+        number = parse_amount(value, self.units) if isinstance(value, str) else None
+        return value if number is None else number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OneOf:
+    """Marks a string that must be one of `words`."""
+
+    words: tuple[str, ...]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema  # late, as above
+
+        return core_schema.literal_schema(list(self.words))
+
+
+MAX_DEVICES = 1_000_000
+MIN_MEMORY, MAX_MEMORY = 1 << 20, 1 << 50
+
+Devices = Annotated[int, Interval(ge=1, le=MAX_DEVICES)]
+NoDevices = Annotated[int, Interval(ge=0, le=MAX_DEVICES)]
+Layers = Annotated[int, Interval(ge=1, le=10_000)]
+NoLayers = Annotated[int, Interval(ge=0, le=10_000)]
+Size = Annotated[int, Interval(ge=1, le=2**31)]
+NoSize = Annotated[int, Interval(ge=0, le=2**31)]
+Fraction = Annotated[float, Interval(ge=0, le=1)]
+Factor = Annotated[float, Interval(gt=0, le=1_000)]
+Seconds = Annotated[float, Interval(gt=0, le=100_000_000), InUnits(SECONDS, "600ms")]
+Wait = Annotated[float, Interval(ge=0, le=86_400), InUnits(SECONDS, "5min")]
+Word = Annotated[str, Len(1, 200)]
+Value = Annotated[str, Len(0, 100_000)]
+LONGEST_TEXT = 4096
+Text = Annotated[str, Len(1, LONGEST_TEXT)]
+Rate = Annotated[float, Interval(ge=1_000_000, le=10**15), InUnits(BYTES_PER_SECOND, "50GB/s")]
+Latency = Annotated[float, Interval(gt=0, le=1), InUnits(SECONDS, "5us")]
+Speed = Annotated[float, Interval(ge=0.01, le=100)]
+Price = Annotated[float, Interval(ge=0, le=1_000_000)]
+Memory = Annotated[int, Interval(ge=MIN_MEMORY, le=MAX_MEMORY), InUnits(BYTES, "4GiB")] | None
+"""A memory size in bytes."""

@@ -29,10 +29,8 @@ class Work:
     load, on some or all devices, until it is stopped.
     `reserves_memory`: whether a knob sets the share of the memory that the engine reserves.
     `takes_any_flag`: whether each flag of the engine may be a knob of the space.
-    `command`: the user's command, which starts in `directory`. None means the engine's own program.
     `start_seconds`: the time limit in seconds for the start of a trial, in which it imports modules, starts a process
     on each device, builds the model and runs the first step. Chosen by hand. Of a service, it includes the load.
-    `engine_version`: the release of the engine. None means the installed one, or an unknown one in a command.
     """
 
     kind: ClassVar[str]
@@ -48,10 +46,14 @@ class Work:
     start_seconds: ClassVar[float] = 300.0
 
     engine: str
+    """Name of the engine."""
     precision: str
+    """Number format of the matrix products, or only of the weights."""
     command: tuple[str, ...] | None = None
+    """The user's command, which starts in `directory`. None means the engine's own program."""
     directory: str | None = None
     engine_version: str | None = None
+    """The release of the engine. None means the installed one, or an unknown one in a command."""
 
     @property
     def settings(self) -> Mapping[str, KnobValue | float]:

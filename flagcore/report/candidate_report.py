@@ -1,8 +1,9 @@
 """Formats the report on a candidate, and the comparison of two candidates with the causes of their difference."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isclose
+from operator import attrgetter
 from typing import Any
 
 from flagcore.domain.knob import Knobs
@@ -330,32 +331,31 @@ def compared_text(both: Comparison) -> str:
 
 def _rows(both: Comparison) -> Iterator[list[str]]:
     """Yield the rows of the table. The row of a metric that neither candidate has is empty."""
-    sides = (both.a, both.b)
-    measured, predicted = [side.measured for side in sides], [side.predicted for side in sides]
-    is_served = both.objective in SERVING
+    is_served, step = both.objective in SERVING, attrgetter("step_time_s")
     name = heading(both.objective) if is_served else _("step s")
 
-    def speed(seconds: Iterable[float | None]) -> list[float | None]:
-        return [objective_value(both.objective, each) if each and is_served else each for each in seconds]
+    def pair(record: str, figure: Callable[[Any], float | None]) -> list[float | None]:
+        records = (getattr(side, record) for side in (both.a, both.b))
+        return [figure(each) if each else None for each in records]
 
-    yield _row(name, speed(each.step_time_s if each else None for each in measured))
-    if any(measured):
-        spreads = [each.share(each.spread_s) if each else None for each in measured]
+    def speed(record: str) -> list[float | None]:
+        times = pair(record, step)
+        return [objective_value(both.objective, each) if each and is_served else each for each in times]
+
+    yield _row(name, speed("measured"))
+    if both.a.measured or both.b.measured:
+        spreads = pair("measured", lambda runs: runs.share(runs.spread_s))
         yield [_("spread within a run"), *map(shown, spreads), "-", "-"]
-        between = [each.share(each.between_s) if each else None for each in measured]
+        between = pair("measured", lambda runs: runs.share(runs.between_s))
         yield [_("spread between runs"), *map(shown, between), "-", "-"]
-        yield [_("runs"), *(shown(each.runs if each else None) for each in measured), "-", "-"]
-        yield _row(_("in use GiB"), [each.device_used_gib if each else None for each in measured])
-    yield _row(f"~{name}", speed(each.step_time_s if each else None for each in predicted))
-    believed = [side.believed.step_time_s if side.believed else None for side in sides]
-    yield _row(f"~{name} {_('(after trials)')}", speed(believed))
-    for part, pair in both.time.items():
-        yield _row(f"~  {_(part_name(part))} s", pair)
-    for figure, pair in both.figures.items():
-        yield _row(f"~{latency_name(figure)} s", pair)
-    yield _row(_("~in use GiB"), [each.device_used_bytes / GIB if each else None for each in predicted])
-    for part, pair in both.memory.items():
-        yield _row(f"~  {_(part)} GiB", pair)
+        yield [_("runs"), *map(shown, pair("measured", attrgetter("runs"))), "-", "-"]
+        yield _row(_("in use GiB"), pair("measured", attrgetter("device_used_gib")))
+    yield _row(f"~{name}", speed("predicted"))
+    yield _row(f"~{name} {_('(after trials)')}", speed("believed"))
+    yield from (_row(f"~  {_(part_name(part))} s", times) for part, times in both.time.items())
+    yield from (_row(f"~{latency_name(figure)} s", times) for figure, times in both.figures.items())
+    yield _row(_("~in use GiB"), pair("predicted", lambda found: found.device_used_bytes / GIB))
+    yield from (_row(f"~  {_(part)} GiB", sizes) for part, sizes in both.memory.items())
 
 
 def _row(name: str, pair: Sequence[float | None]) -> list[str]:

@@ -1,29 +1,41 @@
-"""Converts a plan to and from result.json, which is plain data in seconds and GiB."""
+"""The document result.json, which is plain data in seconds and GiB: how it is written, checked and read."""
 
-import re
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import chain, repeat
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
-import numpy as np
+from pydantic import ConfigDict, Field
 
-from flagcore.domain.metrics import PER_DEVICE, PER_USER, HighestLoad, flat_statistics, nest_statistics
+from flagcore.domain.metrics import HighestLoad, flat_statistics, nest_statistics
 from flagcore.domain.plan import Counts, Plan, Speedup
 from flagcore.domain.records import GIB, prediction_record, read_prediction
-from flagcore.domain.space import Candidate
-from flagcore.domain.spec import SERVING, is_rate, objective_value, pareto
-from flagcore.domain.trial import SEARCH_FIELDS, Measurement, Role, Trial, TrialState
-from flagcore.i18n import N_, Message, _, from_record
+from flagcore.domain.space import Candidate, KnobValue
+from flagcore.domain.spec import SERVING, is_rate, objective_value
+from flagcore.domain.trial import FIDELITIES, SEARCH_FIELDS, Measurement, Role, Trial, TrialState
+from flagcore.domain.units import OneOf
+from flagcore.errors import SpecError
+from flagcore.i18n import Message, _, from_record
 from flagcore.report.text import notes
+from flagcore.spec.plain_data import KeyPath, load_json, spec_error
+from flagcore.spec.validate import Section, checked, keys_of_record, located
 
-SCHEMA_VERSION = 1
 SIZES = {f"{name}_gib": f"{name}_bytes" for name in ("peak_allocated", "peak_reserved", "device_used")}
 STEPS = {"scaled_from": "scaled_from", "modelled": "modelled_s", "low": "low_s", "high": "high_s"}
 """Fields of a measurement, with their names in JSON. The JSON contains only the fields that are known."""
 RUN_FIELDS = ("time_limit", "shortened", "group")
 """The fields of SEARCH_FIELDS that JSON does not store next to the prediction."""
 NOISE = ("drift", "drifted")
+MAX_VALUE = 2.0**500
+"""The maximum value of a number, other than infinity."""
+Data: TypeAlias = dict[str, Any]
+EMPTY: Any = Field(default_factory=dict)
+EMPTY_LIST: Any = Field(default_factory=list)
+Numbers: TypeAlias = Annotated[list[float], EMPTY_LIST]
+Texts: TypeAlias = Annotated[list[str], EMPTY_LIST]
+Records: TypeAlias = Annotated[list[Data], EMPTY_LIST]
+Fidelity: TypeAlias = Annotated[str, OneOf(FIDELITIES)]
 
 
 def number(value: Any) -> float | None:
@@ -31,8 +43,202 @@ def number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def result(plan: Plan, run_dir: str) -> dict[str, Any]:
-    """Return a plan in the format of result.json. The documentation lists the fields as they are described here.
+class _Object(Section):
+    """An object of which only the keys that flagcore reads are checked."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class _Steps(_Object):
+    median: Annotated[float, Field(gt=0.0, le=MAX_VALUE)]
+    spread: float = 0.0
+    steps: Numbers
+
+
+class Measured(_Object):
+    """A measurement. The `figures` of a server contain nested statistics of latencies."""
+
+    step_time_s: _Steps
+    tokens_per_second_per_device: float
+    peak_allocated_gib: float | None = None
+    peak_reserved_gib: float | None = None
+    device_used_gib: float | None = None
+    losses: Annotated[list[float | None], EMPTY_LIST]
+    effective: Annotated[Data, EMPTY]
+    versions: Annotated[Data, EMPTY]
+    telemetry: Annotated[Data, EMPTY]
+    devices: Records
+    slow_devices: Texts
+    figures: Annotated[Data, EMPTY]
+    points: Records
+    broken: Texts
+
+    @staticmethod
+    def write(measured: Measurement) -> Data:
+        """Return a measurement as plain data."""
+        steps = {name: value for name, field in STEPS.items() if (value := getattr(measured, field)) is not None}
+        sizes = {name: size / GIB for name, field in SIZES.items() if (size := getattr(measured, field)) is not None}
+        served: dict[str, Any] = {}
+        if measured.figures:
+            points = [nest_statistics(point) for point in measured.points]
+            served = {"figures": nest_statistics(measured.figures), "points": points, "broken": list(measured.broken)}
+            served |= {"highest": asdict(measured.highest)} if measured.highest else {}
+        return {
+            "step_time_s": {
+                "median": measured.step_time_s,
+                "spread": measured.spread_s,
+                "n": len(measured.step_times_s),
+                "steps": list(measured.step_times_s),
+                **steps,
+            },
+            "tokens_per_second_per_device": measured.tokens_per_second_per_device,
+            "losses": list(measured.losses),
+            "effective": dict(measured.effective),
+            "versions": dict(measured.versions),
+            "telemetry": dict(measured.telemetry),
+            "devices": [dict(each) for each in measured.devices],
+            "slow_devices": list(measured.slow),
+            **sizes,
+            **served,
+            **{name: True for name in ("few_steps", "partial") if getattr(measured, name)},
+        }
+
+    @staticmethod
+    def read(data: Mapping[str, Any]) -> Measurement:
+        """Convert the result of `write` back to a measurement."""
+        step = data["step_time_s"]
+        known: Data = {field: int(data[name] * GIB) for name, field in SIZES.items() if name in data}
+        known |= {field: step[name] for name, field in STEPS.items() if name in step}
+        names = ("effective", "versions", "telemetry", "few_steps", "partial")
+        return Measurement(
+            step_times_s=tuple(step.get("steps") or ()),
+            step_time_s=float(step["median"]),
+            spread_s=step.get("spread", 0.0),
+            tokens_per_second_per_device=float(data["tokens_per_second_per_device"]),
+            losses=tuple(data.get("losses") or ()),
+            devices=tuple(data.get("devices") or ()),
+            slow=tuple(data.get("slow_devices") or ()),
+            figures=flat_statistics(data.get("figures") or {}),
+            points=tuple(flat_statistics(point) for point in data.get("points") or ()),
+            highest=HighestLoad(**data["highest"]) if data.get("highest") else None,
+            broken=tuple(data.get("broken") or ()),
+            **{name: data[name] for name in names if name in data},
+            **known,
+        )
+
+
+STATES = tuple(each.value for each in TrialState if each is not TrialState.RUNNING)
+
+
+class TrialResult(_Object):
+    """A trial in the format of result.json. The documentation lists the fields as they are described here.
+
+    - `number`: Its number, and its folder under `trials/`.
+    - `role`: `baseline`, `search` or `repeat`; in the journal also `interference`.
+    - `candidate`: Each knob with its value; null is not set.
+    - `state`: `measured`, `stopped`, `out_of_memory`, `invalid`, `failed`, `timed_out` or `interrupted`. The last five
+      count as failed. An estimate has the state `predicted` and is not part of the counts.
+    - `reason`: Why the state is not `measured`, or null.
+    - `fidelity`: `run`, `probe` or `estimate`.
+    - `group`: The number of its group of devices if other trials ran at the same time. Null if it ran alone.
+    - `inconclusive`: Whether other processes or trials disturbed it. Such a trial removes no candidate, and its
+      candidate may be tried again.
+    - `warm`: Whether it was forked from a process that had imported its modules.
+    - `time_limit`: `seconds`, `because` (the origin of the limit), and `target_s`, after which the trial ends with
+      fewer steps (null: only at its limit). Null for trials that flagcore did not run.
+    - `shortened`: `global_batch_size` of a shortened step, `whole` that of a whole step, and `scale`, the predicted
+      time of a whole step over that of a shortened step, with its 80% interval `low` to `high`. Null if the steps were
+      whole.
+    - `predicted`: The prediction before it ran.
+    - `cost`: Of `baseline` and `best`: the cost figures of `predicted`, from the measured time if there is one.
+    - `measured`: The measurement, or null.
+    - `measured_over`: The measured step time over `predicted`, and over `believed` (the corrected prediction when the
+      trial was chosen). Null if unknown.
+    - `duration_s`: Wall-clock time of the trial.
+    - `log`: Its stdout, relative to the run folder.
+    - `source`: The file of an imported trial, or null.
+    - `finished_steps_s`, `telemetry`: If there is no measurement, the times of the finished steps (on an accelerator
+      without the first), and the telemetry, as in `measured`.
+    """
+
+    number: Annotated[int, Field(ge=0, le=99_999)]
+    candidate: dict[str, KnobValue]
+    role: Annotated[str, OneOf(tuple(each.value for each in Role))] = Role.SEARCH.value
+    state: Annotated[str, OneOf(STATES)] = TrialState.MEASURED.value
+    fidelity: Fidelity = "run"
+    reason: str | None = None
+    log: str | None = None
+    source: str | None = None
+    duration_s: float = 0.0
+    predicted: Data | None = None
+    measured: Measured | None = None
+    finished_steps_s: Numbers
+
+    @staticmethod
+    def write(each: Trial) -> Data:
+        """Return a trial as plain data."""
+        search_fields = each.search_fields
+        run_fields = {name: search_fields.pop(name, None) for name in RUN_FIELDS}
+        return {
+            "number": each.number,
+            "role": each.role.value,
+            "candidate": each.candidate.as_dict(),
+            "state": each.state.value,
+            "reason": each.reason,
+            "fidelity": each.fidelity,
+            "inconclusive": each.inconclusive,
+            "warm": each.warm,
+            **run_fields,
+            "predicted": {**(prediction_record(each.predicted) if each.predicted else {}), **search_fields},
+            "measured": Measured.write(each.measurement) if each.measurement else None,
+            "measured_over": {
+                "predicted": each.measured_over(each.predicted),
+                "believed": each.measured_over(each.believed),
+            },
+            "duration_s": each.duration_s,
+            "log": each.log,
+            "source": each.source,
+            **({"finished_steps_s": list(each.finished_steps_s)} if each.finished_steps_s else {}),
+            **({"telemetry": dict(each.telemetry)} if each.telemetry else {}),
+        }
+
+    @staticmethod
+    def read(data: Mapping[str, Any]) -> Trial:
+        """Convert the result of `write` back to a trial.
+
+        Raises TypeError, LookupError, ValueError, AttributeError for other data.
+        """
+        predicted, measured = data.get("predicted") or {}, data.get("measured")
+        saved = {**data, **{name: predicted[name] for name in SEARCH_FIELDS if name in predicted}}
+        search_fields = {n: parse(saved[n]) for n, parse in SEARCH_FIELDS.items() if saved.get(n) is not None}
+        names = ("reason", "fidelity", "inconclusive", "warm", "duration_s", "log", "source", "telemetry")
+        return Trial(
+            number=int(data["number"]),
+            candidate=Candidate.of(data["candidate"]),
+            role=Role(data.get("role", Role.SEARCH.value)),
+            state=TrialState(data.get("state", TrialState.MEASURED.value)),
+            predicted=read_prediction(predicted) if "memory" in predicted else None,
+            measurement=Measured.read(measured) if measured else None,
+            finished_steps_s=tuple(data.get("finished_steps_s") or ()),
+            **{name: data[name] for name in names if name in data},
+            **search_fields,
+        )
+
+
+Trials: TypeAlias = Annotated[list[TrialResult], EMPTY_LIST]
+
+
+@keys_of_record(Counts)
+class _Counts(_Object):
+    pass
+
+
+class _Objective(_Object):
+    name: str
+
+
+class Result(_Object):
+    """A plan in the format of result.json. The documentation lists the fields as they are described here.
 
     - `schema_version`: 1.
     - `run_dir`: The run folder.
@@ -73,191 +279,120 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
     - `front`: Of servers: the Pareto front of `output_tokens_per_s_per_device` and `output_tokens_per_s_per_user` (the
       inverse of the median time per token) over all load points, highest rate of a device first.
     """
-    because, noted = plan.stopped_because, notes(plan)
-    fastest = plan.fastest.number if plan.fastest else None
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "run_dir": run_dir,
-        "chip": plan.chip,
-        "devices": plan.devices,
-        "objective": {"name": plan.objective, "direction": "max" if is_rate(plan.objective) else "min"},
-        "fidelity": plan.fidelity,
-        "stopped_because": because,
-        **({"stopped_message": because.record} if isinstance(because, Message) else {}),
-        "counts": asdict(plan.counts),
-        "baseline": trial(plan.baseline) if plan.baseline else None,
-        "best": trial(plan.best) if plan.best else None,
-        **({"limits": dict(plan.limits), "fastest": fastest} if plan.limits else {}),
-        "gain": plan.gain,
-        "speedup": asdict(plan.speedup) if plan.speedup else None,
-        "runs": list(_runs(plan)),
-        "noise": {
-            **{name: getattr(plan, name) for name in NOISE},
-            "not_told_apart": [each.number for each in plan.rivals],
-        },
-        "side_by_side": _side_by_side(plan),
-        "predictions_off": asdict(plan.prediction_error) if plan.prediction_error else None,
-        "trials": [trial(each) for each in plan.trials],
-        "repeats": [trial(each) for each in plan.repeats],
-        "probes": [trial(each) for each in plan.probes],
-        "slow_devices": slow_devices(plan),
-        "notes": noted,
-        "note_messages": [each.record if isinstance(each, Message) else None for each in noted],
-        **({"front": [nest_statistics(point) for point in front(plan)]} if plan.objective in SERVING else {}),
-    }
+
+    schema_version: Literal[1]
+    chip: str
+    devices: Annotated[int, Field(ge=1, le=2**31)]
+    objective: _Objective
+    fidelity: Fidelity
+    counts: _Counts
+    stopped_because: str | None = None
+    baseline: TrialResult | None = None
+    best: TrialResult | None = None
+    trials: Trials
+    repeats: Trials
+    probes: Trials
+    speedup: Data | None = None
+    noise: Annotated[Data, EMPTY]
+    fastest: int | None = None
+    limits: Annotated[dict[str, float], EMPTY]
+    slow_devices: Annotated[dict[str, list[int]], EMPTY]
+    notes: Texts
+    note_messages: Annotated[list[Data | None], EMPTY_LIST]
+    front: Records
+    engine: str = ""
+    engines: Annotated[dict[str, Data], EMPTY]
+
+    @staticmethod
+    def write(plan: Plan, run_dir: str) -> Data:
+        """Return a plan as plain data. `run_dir`: the folder of the run."""
+        because, noted = plan.stopped_because, notes(plan)
+        fastest = plan.fastest.number if plan.fastest else None
+        return {
+            "schema_version": 1,
+            "run_dir": run_dir,
+            "chip": plan.chip,
+            "devices": plan.devices,
+            "objective": {"name": plan.objective, "direction": "max" if is_rate(plan.objective) else "min"},
+            "fidelity": plan.fidelity,
+            "stopped_because": because,
+            **({"stopped_message": because.record} if isinstance(because, Message) else {}),
+            "counts": asdict(plan.counts),
+            "baseline": TrialResult.write(plan.baseline) if plan.baseline else None,
+            "best": TrialResult.write(plan.best) if plan.best else None,
+            **({"limits": dict(plan.limits), "fastest": fastest} if plan.limits else {}),
+            "gain": plan.gain,
+            "speedup": asdict(plan.speedup) if plan.speedup else None,
+            "runs": list(_runs(plan)),
+            "noise": {
+                **{name: getattr(plan, name) for name in NOISE},
+                "not_told_apart": [each.number for each in plan.rivals],
+            },
+            "side_by_side": _side_by_side(plan),
+            "predictions_off": asdict(plan.prediction_error) if plan.prediction_error else None,
+            "trials": [TrialResult.write(each) for each in plan.trials],
+            "repeats": [TrialResult.write(each) for each in plan.repeats],
+            "probes": [TrialResult.write(each) for each in plan.probes],
+            "slow_devices": plan.slow_devices,
+            "notes": noted,
+            "note_messages": [each.record if isinstance(each, Message) else None for each in noted],
+            **({"front": [nest_statistics(point) for point in plan.front]} if plan.objective in SERVING else {}),
+        }
+
+    @classmethod
+    def check(cls, content: bytes) -> Data:
+        """Return the data of a result.json. Raises SpecError for the first invalid value, ValueError if it is no JSON.
+
+        Numbers may be infinite, such as the rate of requests that are sent at once, but not NaN.
+        """
+        data: dict[str, Any] = load_json(content.decode("utf-8-sig"))
+        cls._check(data, ())
+        for path, value in _numbers(data, ()):
+            if not (abs(value) <= MAX_VALUE or value == math.inf):
+                raise spec_error(path, _("is too large, or is not a number"), value=value)
+        for name, each in data.get("engines", {}).items():
+            if "error" not in each:
+                cls._check(each, ("engines", name))
+        return data
+
+    @classmethod
+    def _check(cls, data: object, path: KeyPath) -> None:
+        try:
+            checked(cls, data)
+        except SpecError as error:
+            raise located(error.problems[0], path, "") from None
+
+    @staticmethod
+    def read(data: Mapping[str, Any]) -> Data:
+        """Return the fields of the plan in a result.json, except for `interference` and `knobs`.
+
+        Raises TypeError, LookupError, ValueError, AttributeError for other data.
+        """
+        lists = {name: tuple(map(TrialResult.read, data.get(name) or ())) for name in ("trials", "repeats", "probes")}
+        by_number, noise = {each.number: each for each in lists["trials"]}, data.get("noise") or {}
+        speedup = data.get("speedup")
+        return {
+            **{name: data[name] for name in ("chip", "devices", "fidelity")},
+            **{name: TrialResult.read(data[name]) if data.get(name) else None for name in ("best", "baseline")},
+            **lists,
+            "objective": data["objective"]["name"],
+            "counts": Counts(**data["counts"]),
+            "stopped_because": data.get("stopped_because") or "",
+            "speedup": Speedup(**{**speedup, "rounds": tuple(speedup["rounds"])}) if speedup else None,
+            "rivals": tuple(each for each in lists["trials"] if each.number in noise.get("not_told_apart", ())),
+            **{name: noise[name] for name in NOISE if name in noise},
+            "fastest": by_number.get(data.get("fastest", -1)),
+            "limits": data.get("limits") or {},
+        }
 
 
-def trial(each: Trial) -> dict[str, Any]:
-    """Return a trial in the format of result.json. The documentation lists the fields as they are described here.
-
-    - `number`: Its number, and its folder under `trials/`.
-    - `role`: `baseline`, `search` or `repeat`; in the journal also `interference`.
-    - `candidate`: Each knob with its value; null is not set.
-    - `state`: `measured`, `stopped`, `out_of_memory`, `invalid`, `failed`, `timed_out` or `interrupted`. The last five
-      count as failed. An estimate has the state `predicted` and is not part of the counts.
-    - `reason`: Why the state is not `measured`, or null.
-    - `fidelity`: `run`, `probe` or `estimate`.
-    - `group`: The number of its group of devices if other trials ran at the same time. Null if it ran alone.
-    - `inconclusive`: Whether other processes or trials disturbed it. Such a trial removes no candidate, and its
-      candidate may be tried again.
-    - `warm`: Whether it was forked from a process that had imported its modules.
-    - `time_limit`: `seconds`, `because` (the origin of the limit), and `target_s`, after which the trial ends with
-      fewer steps (null: only at its limit). Null for trials that flagcore did not run.
-    - `shortened`: `global_batch_size` of a shortened step, `whole` that of a whole step, and `scale`, the predicted
-      time of a whole step over that of a shortened step, with its 80% interval `low` to `high`. Null if the steps were
-      whole.
-    - `predicted`: The prediction before it ran.
-    - `cost`: Of `baseline` and `best`: the cost figures of `predicted`, from the measured time if there is one.
-    - `measured`: The measurement, or null.
-    - `measured_over`: The measured step time over `predicted`, and over `believed` (the corrected prediction when the
-      trial was chosen). Null if unknown.
-    - `duration_s`: Wall-clock time of the trial.
-    - `log`: Its stdout, relative to the run folder.
-    - `source`: The file of an imported trial, or null.
-    - `finished_steps_s`, `telemetry`: If there is no measurement, the times of the finished steps (on an accelerator
-      without the first), and the telemetry, as in `measured`.
-    """
-    search_fields = each.search_fields
-    run_fields = {name: search_fields.pop(name, None) for name in RUN_FIELDS}
-    return {
-        "number": each.number,
-        "role": each.role.value,
-        "candidate": each.candidate.as_dict(),
-        "state": each.state.value,
-        "reason": each.reason,
-        "fidelity": each.fidelity,
-        "inconclusive": each.inconclusive,
-        "warm": each.warm,
-        **run_fields,
-        "predicted": {**(prediction_record(each.predicted) if each.predicted else {}), **search_fields},
-        "measured": _measured(each.measurement) if each.measurement else None,
-        "measured_over": {
-            "predicted": each.measured_over(each.predicted),
-            "believed": each.measured_over(each.believed),
-        },
-        "duration_s": each.duration_s,
-        "log": each.log,
-        "source": each.source,
-        **({"finished_steps_s": list(each.finished_steps_s)} if each.finished_steps_s else {}),
-        **({"telemetry": dict(each.telemetry)} if each.telemetry else {}),
-    }
-
-
-def _measured(measured: Measurement) -> dict[str, Any]:
-    """Return a measurement as plain data. The `figures` of a server contain nested statistics of latencies."""
-    steps = {name: value for name, field in STEPS.items() if (value := getattr(measured, field)) is not None}
-    sizes = {name: size / GIB for name, field in SIZES.items() if (size := getattr(measured, field)) is not None}
-    served: dict[str, Any] = {}
-    if measured.figures:
-        points = [nest_statistics(point) for point in measured.points]
-        served = {"figures": nest_statistics(measured.figures), "points": points, "broken": list(measured.broken)}
-        served |= {"highest": asdict(measured.highest)} if measured.highest else {}
-    return {
-        "step_time_s": {
-            "median": measured.step_time_s,
-            "spread": measured.spread_s,
-            "n": len(measured.step_times_s),
-            "steps": list(measured.step_times_s),
-            **steps,
-        },
-        "tokens_per_second_per_device": measured.tokens_per_second_per_device,
-        "losses": list(measured.losses),
-        "effective": dict(measured.effective),
-        "versions": dict(measured.versions),
-        "telemetry": dict(measured.telemetry),
-        "devices": [dict(each) for each in measured.devices],
-        "slow_devices": list(measured.slow),
-        **sizes,
-        **served,
-        **{name: True for name in ("few_steps", "partial") if getattr(measured, name)},
-    }
-
-
-def read_trial(data: Mapping[str, Any]) -> Trial:
-    """Convert the result of `trial` back to a trial.
-
-    Raises TypeError, LookupError, ValueError, AttributeError for other data.
-    """
-    predicted, measured = data.get("predicted") or {}, data.get("measured")
-    saved = {**data, **{name: predicted[name] for name in SEARCH_FIELDS if name in predicted}}
-    search_fields = {n: parse(saved[n]) for n, parse in SEARCH_FIELDS.items() if saved.get(n) is not None}
-    names = ("reason", "fidelity", "inconclusive", "warm", "duration_s", "log", "source", "telemetry")
-    return Trial(
-        number=int(data["number"]),
-        candidate=Candidate.of(data["candidate"]),
-        role=Role(data.get("role", Role.SEARCH.value)),
-        state=TrialState(data.get("state", TrialState.MEASURED.value)),
-        predicted=read_prediction(predicted) if "memory" in predicted else None,
-        measurement=_read_measured(measured) if measured else None,
-        finished_steps_s=tuple(data.get("finished_steps_s") or ()),
-        **{name: data[name] for name in names if name in data},
-        **search_fields,
-    )
-
-
-def _read_measured(data: Mapping[str, Any]) -> Measurement:
-    step = data["step_time_s"]
-    optional_fields: dict[str, Any] = {field: int(data[name] * GIB) for name, field in SIZES.items() if name in data}
-    optional_fields |= {field: step[name] for name, field in STEPS.items() if name in step}
-    names = ("effective", "versions", "telemetry", "few_steps", "partial")
-    return Measurement(
-        step_times_s=tuple(step.get("steps") or ()),
-        step_time_s=float(step["median"]),
-        spread_s=step.get("spread", 0.0),
-        tokens_per_second_per_device=float(data["tokens_per_second_per_device"]),
-        losses=tuple(data.get("losses") or ()),
-        devices=tuple(data.get("devices") or ()),
-        slow=tuple(data.get("slow_devices") or ()),
-        figures=flat_statistics(data.get("figures") or {}),
-        points=tuple(flat_statistics(point) for point in data.get("points") or ()),
-        highest=HighestLoad(**data["highest"]) if data.get("highest") else None,
-        broken=tuple(data.get("broken") or ()),
-        **{name: data[name] for name in names if name in data},
-        **optional_fields,
-    )
-
-
-def read_plan(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the plan in a result.json, except for `interference` and `knobs`.
-
-    Raises TypeError, LookupError, ValueError, AttributeError for other data.
-    """
-    lists = {name: tuple(map(read_trial, data.get(name) or ())) for name in ("trials", "repeats", "probes")}
-    by_number, noise = {each.number: each for each in lists["trials"]}, data.get("noise") or {}
-    speedup = data.get("speedup")
-    return {
-        **{name: data[name] for name in ("chip", "devices", "fidelity")},
-        **{name: read_trial(data[name]) if data.get(name) else None for name in ("best", "baseline")},
-        **lists,
-        "objective": data["objective"]["name"],
-        "counts": Counts(**data["counts"]),
-        "stopped_because": data.get("stopped_because") or "",
-        "speedup": Speedup(**{**speedup, "rounds": tuple(speedup["rounds"])}) if speedup else None,
-        "rivals": tuple(each for each in lists["trials"] if each.number in noise.get("not_told_apart", ())),
-        **{name: noise[name] for name in NOISE if name in noise},
-        "fastest": by_number.get(data.get("fastest", -1)),
-        "limits": data.get("limits") or {},
-    }
+def _numbers(data: object, path: KeyPath) -> Iterator[tuple[KeyPath, float]]:
+    """Yield the numbers in plain data with their keys."""
+    if isinstance(data, (int, float)):
+        yield path, data
+    elif isinstance(data, (dict, list)):
+        for key, each in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from _numbers(each, (*path, key))
 
 
 def notes_of(data: Mapping[str, Any]) -> list[str]:
@@ -274,16 +409,6 @@ def stop_reason(data: Mapping[str, Any]) -> str:
     return from_record(data.get("stopped_because") or "", data.get("stopped_message"))
 
 
-def noise_warnings(plan: Plan) -> Iterator[str]:
-    """Yield a warning if the machine became faster or slower."""
-    text = N_(
-        "machine drift: the speed of the baseline changed by {drift:+.1%} between its first and last run; "
-        "results of trials that are far apart in time may differ by as much"
-    )
-    if plan.drifted and plan.drift is not None:
-        yield _(text, drift=plan.drift)
-
-
 def _side_by_side(plan: Plan) -> dict[str, Any] | None:
     """Return whether trials may run in parallel, and the slowdown of a parallel trial relative to one that ran alone.
 
@@ -292,31 +417,6 @@ def _side_by_side(plan: Plan) -> dict[str, Any] | None:
     if (found := plan.interference) is None:
         return None
     return {**asdict(found), "quiet": found.is_negligible, "text": found.text, "message": found.text.record}
-
-
-def front(plan: Plan) -> list[Mapping[str, Any]]:
-    """Return the Pareto-optimal load points of output tokens per second, per device and per user, fastest first.
-
-    The rate of a user is the inverse of the median time per token.
-    """
-    points = [
-        {"trial": trial.number, **point, PER_USER: 1.0 / point["tpot_s.p50"]}
-        for trial in plan.trials
-        if trial.measurement
-        for point in trial.measurement.points
-        if point.get(PER_DEVICE) and point.get("tpot_s.p50")
-    ]
-    by_device, by_user = (np.array([point[name] for point in points]) for name in (PER_DEVICE, PER_USER))
-    return [points[index] for index in pareto(by_device, by_user)]
-
-
-def slow_devices(plan: Plan) -> dict[str, list[int]]:
-    """Return the warnings about slow devices without measured values, each with the numbers of its trials."""
-    trials_by_device: dict[str, list[int]] = {}
-    for each in (*plan.trials, *plan.repeats):
-        for line in each.measurement.slow if each.measurement else ():
-            trials_by_device.setdefault(re.split(" (?:takes|runs) ", line)[0], []).append(each.number)
-    return trials_by_device
 
 
 def _runs(plan: Plan) -> Iterator[dict[str, Any]]:

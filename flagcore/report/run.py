@@ -23,7 +23,7 @@ from flagcore.domain.trial import ESTIMATE, RUN, Measurement, Role, Trial, Trial
 from flagcore.i18n import _, printable
 from flagcore.report.blocks import Cell
 from flagcore.report.formats import NAMES, hardware_text
-from flagcore.report.result import number, read_plan, stop_reason
+from flagcore.report.result import Result, number, stop_reason
 from flagcore.report.text import candidate_text, heading, latency_name, state_name
 
 INSIGHT = "insight.json"
@@ -83,7 +83,7 @@ class RunData(Plan):
             for name, each in (data.get("engines") or {}).items()
         }
         return cls(
-            **read_plan(data), folder=folder, data=data, stop_reason=stop_reason(data), engines=engines, **context
+            **Result.read(data), folder=folder, data=data, stop_reason=stop_reason(data), engines=engines, **context
         )
 
     @classmethod

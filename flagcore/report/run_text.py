@@ -6,7 +6,6 @@ from flagcore.domain.records import GIB
 from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
 from flagcore.i18n import _, ngettext
 from flagcore.report.blocks import Cell, Table, Text, cell, percent, plain_table, plain_text, table
-from flagcore.report.result import front
 from flagcore.report.run import RunData, seconds, served
 from flagcore.report.summary import answer, details, ending
 from flagcore.report.text import funnel, gain_text, reason_text, repeats_text
@@ -113,7 +112,7 @@ def front_table(run: RunData) -> Table | None:
         return None
     rows = [
         [str(point["trial"]), load_text(point), *(cell(point.get(key)) for key in FRONT.values())]
-        for point in front(run)
+        for point in run.front
     ]
     return table(_("Pareto front of throughput and latency"), [_("trial"), _("load"), *FRONT], rows)
 

@@ -14,7 +14,7 @@ from flagcore.i18n import N_, _, ngettext
 from flagcore.report.blocks import Block, Cell, Facts, Table, Text, cell, table
 from flagcore.report.candidate_report import causes_text, differences_text, figure_pairs
 from flagcore.report.formats import NAMES, shown, size_text
-from flagcore.report.result import noise_warnings, notes_of, number, slow_devices
+from flagcore.report.result import notes_of, number
 from flagcore.report.run import Record, RunData, measured_s, served
 from flagcore.report.text import (
     at_load,
@@ -23,6 +23,7 @@ from flagcore.report.text import (
     gain_text,
     limits_text,
     nearest_limit,
+    noise_warnings,
     reason_text,
     scaled_text,
     state_name,
@@ -55,7 +56,7 @@ def details(run: RunData) -> list[Block]:
     """Return further metrics of the best, the results of several engines, slow devices, and notes."""
     blocks: list[Block] = [Facts(list(_facts(run, run.best)))] if run.best else []
     blocks += [_engines(run)] if run.engines else []
-    for line, numbers in slow_devices(run).items():
+    for line, numbers in run.slow_devices.items():
         text = N_("Slow device, which delays all other devices: {line} (trial {trials}).")
         blocks.append(Text(_(text, line=line, trials=", ".join(map(str, numbers)))))
     return blocks + [Text(_("Note: {note}.", note=note)) for note in notes_of(run.data)]
@@ -231,12 +232,7 @@ def _gain(run: RunData, best: Trial) -> Cell:
         return Cell(_("unknown: the baseline was not run"))
     values = run.configuration(baseline)
     if speedup is None:
-        if baseline.measurement and baseline.state is not TrialState.STOPPED:
-            text = N_("unknown: the best or the baseline ({baseline}) has no measurement of whole steps")
-            return Cell(_(text, baseline=values))
-        does_not_fit = run.fidelity == ESTIMATE and baseline.predicted is not None and baseline.predicted.fits is False
-        state_text = _("predicted not to fit") if does_not_fit else state_name(baseline.state.value)
-        return Cell(_("unknown: state of the baseline ({baseline}): {state}", baseline=values, state=state_text))
+        return Cell(_why_unknown(run, baseline, values))
     if best.candidate == baseline.candidate:
         text = N_("the baseline is the best: no trial was faster")
         if run.fidelity == ESTIMATE:
@@ -258,6 +254,16 @@ def _gain(run: RunData, best: Trial) -> Cell:
     )
     over = _("over {baseline}", baseline=values + run.over(baseline))
     return Cell(value if speedup.significant else verdict, speedup.value, note=f"{note} {over}".strip())
+
+
+def _why_unknown(run: RunData, baseline: Trial, values: str) -> str:
+    """Return why the speedup over a baseline with these values is unknown."""
+    if baseline.measurement and baseline.state is not TrialState.STOPPED:
+        text = N_("unknown: the best or the baseline ({baseline}) has no measurement of whole steps")
+        return _(text, baseline=values)
+    does_not_fit = run.fidelity == ESTIMATE and baseline.predicted is not None and baseline.predicted.fits is False
+    state_text = _("predicted not to fit") if does_not_fit else state_name(baseline.state.value)
+    return _("unknown: state of the baseline ({baseline}): {state}", baseline=values, state=state_text)
 
 
 def _fastest_without_limits(run: RunData, best: Trial) -> str:

@@ -378,6 +378,16 @@ def notes(plan: Plan) -> list[str]:
     return [*noted, Message(text, names=", ".join(weak), count=min(answered_counts), least=least)]
 
 
+def noise_warnings(plan: Plan) -> Iterator[str]:
+    """Yield a warning if the machine became faster or slower."""
+    text = N_(
+        "machine drift: the speed of the baseline changed by {drift:+.1%} between its first and last run; "
+        "results of trials that are far apart in time may differ by as much"
+    )
+    if plan.drifted and plan.drift is not None:
+        yield _(text, drift=plan.drift)
+
+
 def _slow_trials(plan: Plan) -> list[Message]:
     """Return a note on trials without enough time for all their steps, and one on what slowed the machine down."""
     trials = [each for each in (*plan.trials, *plan.repeats) if not each.source]

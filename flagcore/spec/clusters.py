@@ -12,26 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from flagcore.domain.spec import AUTO, ClusterSpec
+from flagcore.domain.units import MAX_DEVICES, Devices, Latency, Memory, NoDevices, Price, Rate, Speed, Text, Wait, Word
 from flagcore.errors import join_errors
 from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import KeyPath, read_text, spec_error
-from flagcore.spec.validate import (
-    MAX_DEVICES,
-    Context,
-    Devices,
-    Envs,
-    Latency,
-    Memory,
-    Name,
-    NoDevices,
-    Price,
-    Rate,
-    Section,
-    Speed,
-    Text,
-    Wait,
-    Word,
-)
+from flagcore.spec.validate import Context, Envs, Name, Section
 
 
 class NodesSection(Section):

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, create_model
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import AUTO, JobRecord, Precision, TrainSpec
+from flagcore.domain.units import Devices, Rate, Text, Word
 from flagcore.errors import SpecError
 from flagcore.spec.clusters import check_devices
 from flagcore.spec.knobs import (
@@ -28,7 +29,7 @@ from flagcore.spec.knobs import (
 from flagcore.spec.models import ModelInput
 from flagcore.spec.plain_data import load_json, plain, spec_error
 from flagcore.spec.schema import TrainJob, with_depths
-from flagcore.spec.validate import Context, Devices, Rate, Section, Text, Word, checked, rule
+from flagcore.spec.validate import Context, Section, checked, rule
 
 
 class _Cluster(Section):

@@ -20,36 +20,13 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.lengths import Lengths
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Adapter, Control, Precision, Target, TrainSpec
+from flagcore.domain.units import Text, Word
 from flagcore.i18n import _
 from flagcore.spec.clusters import ClusterSection, cluster_of
 from flagcore.spec.knobs import baseline_section, candidate_of, settings_of, settings_section, space_of, space_section
 from flagcore.spec.models import ModelInput
 from flagcore.spec.plain_data import load_json, spec_error
-from flagcore.spec.validate import (
-    Context,
-    Devices,
-    Envs,
-    Folder,
-    Fraction,
-    M,
-    Memory,
-    NoLayers,
-    NoSteps,
-    PlannedSteps,
-    Probes,
-    Repeats,
-    Seconds,
-    Section,
-    Size,
-    Steps,
-    Text,
-    Trials,
-    Wait,
-    Word,
-    rule,
-)
-
-_CONTROL = Control()
+from flagcore.spec.validate import Context, Envs, Folder, M, RecordSection, Section, keys_of_record, rule
 
 MOST = 2**31
 Length = Annotated[int, Field(le=MOST, strict=False)]
@@ -122,51 +99,36 @@ def lengths_of(section: LengthsSection, context: Context, number: int = QUANTILE
     return Lengths(values=values, batching=section.batching, balanced=section.balanced)
 
 
-class AdapterSection(Section):
+@keys_of_record(Adapter)
+class AdapterSection(RecordSection):
     """Low-rank adapters, which are trained instead of the weights."""
 
-    kind: Literal["lora", "dora", "qlora"] = "lora"
-    """LoRA, DoRA (with a trained magnitude of each output), or QLoRA (LoRA on quantized weights)."""
-    rank: Annotated[int, Field(ge=1, le=4096)] = 32
-    """Inner width of the adapters."""
     targets: Literal["all-linear"] | Annotated[list[Target], Field(min_length=1)] = "all-linear"
-    """Layers with an adapter: all-linear (all but embedding, router and head), or projections of queries, keys, values
-    and attention output, of feed-forward networks and experts, and of other mixers (in_proj, out_proj)."""
-    base: Literal["nf4", "int8"] | None = None
-    """Number format of the frozen linear layers; null: nf4 for qlora, else the precision of the job."""
 
 
-def adapter_of(section: AdapterSection, _context: Context) -> Adapter:
+def adapter_of(section: Section, _context: Context) -> Adapter:
     """Return the adapters that a section describes. Raises SpecError for quantized weights without QLoRA."""
-    if section.base and section.kind == "lora":
-        raise spec_error("base", _("is for quantized weights"), value=section.base, fix="use kind: qlora, or remove it")
-    targets = section.targets if isinstance(section.targets, str) else tuple(section.targets)
-    base = section.base or ("nf4" if section.kind == "qlora" else None)
-    return Adapter(kind=section.kind, rank=section.rank, targets=targets, base=base)
+    adapter = Adapter(**dict(section))
+    if adapter.base and adapter.kind == "lora":
+        raise spec_error("base", _("is for quantized weights"), value=adapter.base, fix="use kind: qlora, or remove it")
+    targets = adapter.targets if isinstance(adapter.targets, str) else tuple(adapter.targets)
+    return replace(adapter, targets=targets, base=adapter.base or ("nf4" if adapter.kind == "qlora" else None))
 
 
-class TrainJob(Section):
+@keys_of_record(
+    TrainSpec,
+    *("engine", "seq_length", "global_batch_size", "lengths", "precision", "attention", "implementation", "adapter"),
+    "mtp_num_layers",
+)
+class TrainJob(RecordSection):
     """Keys of a training job in specs and job records."""
 
     engine: Word
     """Name of the training engine."""
-    seq_length: Size
-    """Tokens per sample."""
-    global_batch_size: Size
-    """Samples per step, over all devices."""
     lengths: Annotated[LengthsSection, rule(lengths_of)] | None = None
-    """Lengths of the samples; null: all have seq_length tokens."""
     precision: Literal["auto"] | Precision
     """Number format of the matrix products; auto: the fastest in which all chips train, of bf16, fp16 and fp32."""
-    attention: Literal["flash", "unfused"] = "flash"
-    """Attention kernel: fused (flash), or storing the scores in memory (unfused)."""
-    implementation: Literal["local", "transformer_engine"] | None = None
-    """Implementation of the layers; null: the engine's default."""
     adapter: Annotated[AdapterSection, rule(adapter_of)] | None = None
-    """Low-rank adapters that are trained, the other weights are frozen; null: all weights are trained."""
-    mtp_num_layers: NoLayers | None = None
-    """Depths of multi-token prediction that are trained; null: those of an inline shape, or of a model's files if the
-    engine trains them and there are no adapters."""
 
 
 class TrainSection(TrainJob):
@@ -184,52 +146,16 @@ class TrainSection(TrainJob):
     """What the engine must know about the program that `command` starts; only for engines for any program."""
 
 
-class BudgetSection(Section):
-    """Limits of a search and of its trials, for training and serving. Times are seconds, or have a unit: 600ms, 2h."""
-
-    max_time_per_task: Seconds | None = _CONTROL.max_time_per_task
-    """Wall-clock limit of one trial; null: derived from its prediction, 1200 s for servers."""
-    max_time: Seconds | None = _CONTROL.max_time
-    """Wall-clock limit of the whole search; null: none."""
-    disk_limit: Memory = _CONTROL.disk_limit
-    """Maximum size of a trial's folder, in bytes or with a unit (60G is 60GB, 60Gi is 60GiB); null: 2 GiB."""
-    device_wait: Wait = _CONTROL.device_wait
-    """Time that a trial waits for devices that other programs use before it fails."""
-    max_trials: Trials = _CONTROL.max_trials
-    """Maximum number of trials."""
-    parallel_trials: Literal["auto"] | Trials = _CONTROL.parallel_trials
-    """Maximum number of parallel trials, each on its own devices or hosts; auto: as many as the devices allow."""
-    repeats: Repeats = _CONTROL.repeats
-    """Minimum number of times that the baseline, the best and its rivals run again at the end."""
-    indifference: Fraction = _CONTROL.indifference
-    """Relative gain that does not matter; at least the noise. The search ends when no larger gain is expected."""
-    run_best: bool = _CONTROL.run_best
-    """Whether the best configuration is started at the end."""
-    use_experience: bool = _CONTROL.use_experience
-    """Whether measurements of earlier runs on the same chip correct the predictions."""
+BUDGET = (
+    *("max_time_per_task", "max_time", "disk_limit", "device_wait", "max_trials", "parallel_trials", "repeats"),
+    *("indifference", "run_best", "use_experience"),
+)
+"""The keys of the budget of a search for a job of any kind."""
 
 
-class ControlSection(BudgetSection):
+@keys_of_record(Control)
+class ControlSection(RecordSection):
     """Budgets of the search."""
-
-    train_iters: Steps = _CONTROL.train_iters
-    """Steps per trial."""
-    max_step_time: Seconds | None = _CONTROL.max_step_time
-    """Longer steps run with a smaller global batch, and their time is scaled; null: all steps are whole."""
-    warmup_iters: NoSteps = _CONTROL.warmup_iters
-    """Warm-up steps of a trial, which are not measured; fewer than train_iters."""
-    fidelity: Literal["estimate", "probe", "run"] = "run"
-    """Fidelity of trials: predictions only, single ranks on one device, or the whole job on all devices."""
-    trial_nodes: Devices | None = _CONTROL.trial_nodes
-    """Nodes of a trial, with fewer data-parallel replicas; null: all of the cluster."""
-    warm_start: bool = _CONTROL.warm_start
-    """Whether, on a CPU, trials of flagcore's program are forked from a process that has imported its modules."""
-    compare_hosts: bool = _CONTROL.compare_hosts
-    """Whether to compare the speed of devices and networks of hosts before the first trial."""
-    probes: Probes = _CONTROL.probes
-    """Number of candidates to probe on one device before the first run."""
-    planned_steps: PlannedSteps | None = _CONTROL.planned_steps
-    """Planned steps of the job; the search ends when no trial is expected to save more time in them than it takes."""
 
 
 class SearchSection(Section):
@@ -241,25 +167,30 @@ class SearchSection(Section):
     """Name of the launcher that starts trials; absent: local, or with several nodes the launcher of the allocation."""
 
 
-def control_of(control: BudgetSection, _context: Context) -> Control:
+def control_of(section: Section, _context: Context) -> Control:
     """Return the budgets and options that a section describes. Raises SpecError if they contradict each other."""
-    if isinstance(control, ControlSection) and control.warmup_iters >= control.train_iters:
+    control = Control(**dict(section))
+    if control.warmup_iters >= control.train_iters:
         problem = _("must be below {name} = {value}", name="train_iters", value=control.train_iters)
         fix = _("use {number} or fewer", number=control.train_iters - 1)
         raise spec_error("warmup_iters", problem, value=control.warmup_iters, fix=fix)
-    return Control(**dict(control))
+    return control
 
 
 def train_of(train: TrainSection, context: Context) -> TrainSpec:
     """Return the training job that a section describes. By default, the user's command runs in the spec's folder."""
-    if train.adapter and train.adapter.base and train.precision in ("fp8", "mxfp8", "nvfp4"):
+    job = TrainSpec(**{**dict(train), **command_of(train.command, train.directory, context)})
+    if job.adapter and job.adapter.base and job.precision in ("fp8", "mxfp8", "nvfp4"):
         problem = _("does not apply to quantized weights: their products have 16 bits")
-        raise spec_error("precision", problem, value=train.precision, fix=_("use bf16"))
-    fields = {**dict(train), "command": None, "directory": None}
-    if train.command:
-        directory = context.base / (train.directory or ".")
-        fields |= {"command": tuple(train.command), "directory": str(directory.resolve())}
-    return TrainSpec(**fields)
+        raise spec_error("precision", problem, value=job.precision, fix=_("use bf16"))
+    return job
+
+
+def command_of(command: list[str] | None, directory: str | None, context: Context) -> dict[str, Any]:
+    """Return the fields `command` and `directory` of a job. A command without a directory runs in the spec's folder."""
+    if not command:
+        return {"command": None, "directory": None}
+    return {"command": tuple(command), "directory": str((context.base / (directory or ".")).resolve())}
 
 
 def with_depths(model: Model, train: TrainSpec, source: object, engine: Engine | None) -> tuple[Model, TrainSpec]:

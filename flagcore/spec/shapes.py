@@ -1,12 +1,14 @@
 """Models that a spec describes inline, and rules that concern several sizes of a model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from flagcore.domain.model import Model
+from flagcore.domain.units import Layers, NoLayers, NoSize, Size, Word
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.plain_data import spec_error
-from flagcore.spec.validate import Layers, NoLayers, NoSize, Section, Size, Word
+from flagcore.spec.validate import Section
 
 
 class Shape(Section):
@@ -81,47 +83,41 @@ def model_of_shape(shape: Shape) -> Model:
 
     Raises SpecError with all broken rules.
     """
-    sizes, problems = shape.model_dump(), dict[str, SpecError]()
-
-    def fail(key: str, problem: str, fix: str) -> None:
-        problems[key] = spec_error((key,), problem, value=sizes[key], fix=fix)
-
-    if shape.multi_latent_attention:
-        for key in _MLA_SIZES:
-            if sizes[key] is None:
-                problem = "is missing, but multi_latent_attention is true"
-                fail(key, problem, "give its size, or remove multi_latent_attention")
-    else:
-        for key in ("q_lora_rank", *_MLA_SIZES):
-            if sizes[key] is not None:
-                fail(key, "needs multi_latent_attention: true", "add that, or remove this key")
-    if shape.num_moe_experts is None:
-        for key in _MOE_SIZES:
-            if sizes[key]:
-                fail(key, "needs num_moe_experts", "add that, or remove this key")
-    elif not shape.moe_router_topk:
-        fail("moe_router_topk", "is missing, but num_moe_experts is given", f"use 1 to {shape.num_moe_experts}")
-    else:
+    sizes, heads = shape.model_dump(), shape.num_attention_heads
+    problems = {
+        key: spec_error((key,), problem, value=sizes[key], fix=fix) for key, problem, fix in _gaps(shape, sizes)
+    }
+    if shape.num_moe_experts is not None and shape.moe_router_topk:
         sizes["moe_ffn_hidden_size"] = shape.moe_ffn_hidden_size or shape.ffn_hidden_size
-    heads = shape.num_attention_heads
     if shape.kv_channels is None:
-        if shape.multi_latent_attention:
-            sizes["kv_channels"] = shape.qk_head_dim
-        else:
-            sizes["kv_channels"] = shape.hidden_size // heads
-            if shape.hidden_size % heads:
-                text = _("must be divisible by {name} = {value}", name="num_attention_heads", value=heads)
-                fail("hidden_size", text, _("change it, or give kv_channels"))
+        sizes["kv_channels"] = shape.qk_head_dim if shape.multi_latent_attention else shape.hidden_size // heads
     sizes["num_query_groups"] = shape.num_query_groups or heads
     for key in ("moe_router_topk", *_MOE_GROUPS, "moe_first_dense_layers", "mtp_num_layers"):
         sizes[key] = sizes[key] or 0
     sizes["moe_shared_expert_intermediate_size"] = shape.moe_shared_expert_intermediate_size or None
     model = Model(**sizes)
-    for key, error in _contradictions(model, {}).items():
-        problems.setdefault(key, error)
+    problems |= {key: error for key, error in _contradictions(model, {}).items() if key not in problems}
     if problems:
         raise join_errors(list(problems.values()))
     return model
+
+
+def _gaps(shape: Shape, sizes: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield each key that is missing, or that another key rules out: its name, what is wrong, and how to fix it."""
+    has_mla, heads = shape.multi_latent_attention, shape.num_attention_heads
+    for key in _MLA_SIZES if has_mla else ():
+        if sizes[key] is None:
+            problem = "is missing, but multi_latent_attention is true"
+            yield key, problem, "give its size, or remove multi_latent_attention"
+    needs = {} if has_mla else dict.fromkeys(("q_lora_rank", *_MLA_SIZES), "multi_latent_attention: true")
+    needs |= dict.fromkeys(_MOE_SIZES, "num_moe_experts") if shape.num_moe_experts is None else {}
+    yield from ((key, f"needs {needed}", "add that, or remove this key") for key, needed in needs.items() if sizes[key])
+    if shape.num_moe_experts is not None and not shape.moe_router_topk:
+        fix = f"use 1 to {shape.num_moe_experts}"
+        yield "moe_router_topk", "is missing, but num_moe_experts is given", fix
+    if shape.kv_channels is None and not has_mla and shape.hidden_size % heads:
+        text = _("must be divisible by {name} = {value}", name="num_attention_heads", value=heads)
+        yield "hidden_size", text, _("change it, or give kv_channels")
 
 
 def check_model(model: Model, names: Mapping[str, str]) -> None:

@@ -1,29 +1,24 @@
-"""Validates plain data with pydantic models, and defines the types of values with their limits.
+"""Validates plain data with pydantic models.
 
 Error messages are derived from the JSON Schema of the model.
 """
 
+import ast
 import difflib
+import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
-    ValidationError,
-    ValidationInfo,
-)
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model
+from pydantic_core import PydanticCustomError
 
-from flagcore.domain.units import BYTES, BYTES_PER_SECOND, SECONDS, amount_pattern, parse_amount
+from flagcore.domain.units import LONGEST_TEXT, Value
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import KeyPath, key_text, package_yaml, spec_error
@@ -44,6 +39,55 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+class RecordSection(Section):
+    """The base class of sections whose keys are fields of a record. Type checkers do not see these keys."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+def keys_of_record(record: type, *names: str) -> Callable[[type[M]], type[M]]:
+    """Return a decorator for a section whose keys are fields of a frozen dataclass, with its types, limits and texts.
+
+    `names`: the fields that are keys, by default all of them. Keys that the section defines itself, because their type
+    in a file differs, replace them, with the text of the field unless they have one; keys without a field come last.
+    """
+
+    def decorate(section: type[M]) -> type[M]:
+        name_of, doc, base = section.__name__, section.__doc__, section.__base__
+        hints, texts = get_type_hints(record, include_extras=True), _texts_of(record)
+        defaults = {each.name: ... if each.default is MISSING else each.default for each in fields(record)}
+        keys = dict[str, Any]()
+        for name in (*(names or defaults), *section.model_fields):
+            text, own = texts.get(name), section.model_fields.get(name)
+            if own:
+                own.description = own.description or text
+            keys[name] = (own.annotation, own) if own else (hints[name], Field(defaults[name], description=text))
+        return cast("type[M]", create_model(name_of, __base__=base, __doc__=doc, **keys))
+
+    return decorate
+
+
+def _texts_of(record: type) -> dict[str, str]:
+    """Return the docstrings of the fields of a dataclass and of its bases."""
+    texts = dict[str, str]()
+    for base in reversed(record.__mro__[:-1]):
+        body = _classes_of(base.__module__)[base.__name__].body
+        for target, each in pairwise(body):
+            text = each.value if isinstance(each, ast.Expr) else None
+            if isinstance(target, ast.AnnAssign) and isinstance(text, ast.Constant):
+                texts[ast.unparse(target.target)] = inspect.cleandoc(str(text.value))
+    return texts
+
+
+@lru_cache
+def _classes_of(module: str) -> dict[str, ast.ClassDef]:
+    """Return the classes in the source of a module. It is parsed once for all of them, because that takes long."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {each.name: each for each in tree.body if isinstance(each, ast.ClassDef)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,30 +207,30 @@ def _words_of(part: Schema) -> list[str]:
     kind = part.get("type")
     if "const" in part or "enum" in part:
         return [str(word) for word in part.get("enum", [part.get("const")])]
-    if kind == "integer":
-        if "minimum" not in part:
-            return [_("a whole number")]
-        return [_("a whole number from {least} to {most}", least=part["minimum"], most=part["maximum"])]
-    if kind == "number" and "maximum" not in part:
-        return [_("a number")]
-    if kind == "number" and "exclusiveMinimum" in part:
-        return [_("a number above {least} up to {most}", least=part["exclusiveMinimum"], most=part["maximum"])]
-    if kind == "number":
-        return [_("a number from {least} to {most}", least=part["minimum"], most=part["maximum"])]
     if kind == "boolean":
         return ["true", "false"]
-    if kind == "string":
-        if "examples" in part:
-            return [_("a string such as {example}", example=part["examples"][0])]
-        if "minLength" not in part:
-            return [_("a string")]
-        return [_("a string of {least} to {most} characters", least=part["minLength"], most=part["maxLength"])]
+    for _kind, limits, text in (row for row in TEXTS if row[0] == kind and {*row[1].values()} <= part.keys()):
+        given = {name: part[limit][0] if limit == "examples" else part[limit] for name, limit in limits.items()}
+        return [_(text, **given)]
     if 0 < len(keys := list(part.get("properties", {}))) <= LISTED_KEYS:
         return [_("a mapping with keys such as {keys}", keys=", ".join(keys))]
     if kind == "object" and "examples" in part:
         example = ", ".join(f"{key}: {value}" for key, value in part["examples"][0].items())
         return [_("a non-empty mapping such as {example}", example=f"{{{example}}}")]
     return ["null" if kind == "null" else _("a mapping")]
+
+
+TEXTS: tuple[tuple[str, Mapping[str, str], str], ...] = (
+    ("integer", {"least": "minimum", "most": "maximum"}, N_("a whole number from {least} to {most}")),
+    ("integer", {}, N_("a whole number")),
+    ("number", {"least": "exclusiveMinimum", "most": "maximum"}, N_("a number above {least} up to {most}")),
+    ("number", {"least": "minimum", "most": "maximum"}, N_("a number from {least} to {most}")),
+    ("number", {}, N_("a number")),
+    ("string", {"example": "examples"}, N_("a string such as {example}")),
+    ("string", {"least": "minLength", "most": "maxLength"}, N_("a string of {least} to {most} characters")),
+    ("string", {}, N_("a string")),
+)
+"""Types of JSON Schema, the keywords that a schema has, and the description of its values. The first row counts."""
 
 
 def _problems(root: Schema, data: object, kinds: Mapping[KeyPath, str], file: str) -> list[SpecError]:
@@ -300,18 +344,27 @@ def _hint(value: object, options: list[Schema]) -> str:
     if all("items" in option for option in options) and isinstance(value, (bool, int, float, str)):
         return _("write a list: [{values}]", values=", ".join(str(value).split()))
     options = [*options, *(option["items"] for option in options if "items" in option)]
-    types = {option.get("type") for option in options}
-    units = [unit for option in options for unit in option.get("units", ())]
-    if not isinstance(value, str):
-        least = [each.get("minimum", value) for each in options if each.get("type") == "integer"]
-        if isinstance(value, float) and least and min(least) <= value and value.is_integer():
-            return _("write {value}", value=int(value))
-        accepts_text = any("maxLength" in option and "examples" not in option for option in options)
-        return _("quote it") if accepts_text and isinstance(value, (bool, int, float)) else ""
+    return _hint_of_text(value, options) if isinstance(value, str) else _hint_of_number(value, options)
+
+
+def _hint_of_number(value: object, options: list[Schema]) -> str:
+    least = [each.get("minimum", value) for each in options if each.get("type") == "integer"]
+    if isinstance(value, float) and least and min(least) <= value and value.is_integer():
+        return _("write {value}", value=int(value))
+    accepts_text = any("maxLength" in option and "examples" not in option for option in options)
+    return _("quote it") if accepts_text and isinstance(value, (bool, int, float)) else ""
+
+
+YES, NO = ("true", "yes", "on"), ("false", "no", "off")
+
+
+def _hint_of_text(value: str, options: list[Schema]) -> str:
+    types, low = {option.get("type") for option in options}, value.lower()
     if re.fullmatch(r"[-+]?\d{1,18}(\.\d+)?", value) and types & {"integer", "number"}:
         return _("write {value} without quotes", value=value)
-    if value.lower() in ("true", "false", "yes", "no", "on", "off") and "boolean" in types:
-        return _("write {value} without quotes", value="true" if value.lower() in ("true", "yes", "on") else "false")
+    if low in (*YES, *NO) and "boolean" in types:
+        return _("write {value} without quotes", value=YES[0] if low in YES else NO[0])
+    units = [unit for option in options for unit in option.get("units", ())]
     if units and (amount := re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z/]+)", value)):
         close_units = [unit for unit in units if unit.lower() == amount[2].lower()]
         text = _("use a unit of {units}", units=", ".join(units))
@@ -321,57 +374,9 @@ def _hint(value: object, options: list[Schema]) -> str:
     return _(DID_YOU_MEAN, name=close[0]) if close else ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class InUnits:
-    """Marks a number that may also be a string with one of `units`, such as `example`."""
-
-    units: Mapping[str, float]
-    example: str
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_before_validator_function(self._number_of, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        text = {"type": "string", "pattern": amount_pattern(self.units), "examples": [self.example]}
-        return {"anyOf": [handler(schema["schema"]), {**text, "units": list(self.units)}]}
-
-    def _number_of(self, value: object) -> object:
-        number = parse_amount(value, self.units) if isinstance(value, str) else None
-        return value if number is None else number
-
-
-MAX_DEVICES = 1_000_000
-MIN_MEMORY, MAX_MEMORY = 1 << 20, 1 << 50
-
-Devices = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
-NoDevices = Annotated[int, Field(ge=0, le=MAX_DEVICES)]
-Layers = Annotated[int, Field(ge=1, le=10_000)]
-NoLayers = Annotated[int, Field(ge=0, le=10_000)]
-Size = Annotated[int, Field(ge=1, le=2**31)]
-NoSize = Annotated[int, Field(ge=0, le=2**31)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Factor = Annotated[float, Field(gt=0, le=1_000)]
-Seconds = Annotated[float, Field(gt=0, le=100_000_000), InUnits(SECONDS, "600ms")]
-Wait = Annotated[float, Field(ge=0, le=86_400), InUnits(SECONDS, "5min")]
-Steps = Annotated[int, Field(ge=2, le=1_000_000)]
-NoSteps = Annotated[int, Field(ge=0, le=1_000_000)]
-PlannedSteps = Annotated[int, Field(ge=1, le=1_000_000_000)]
-Trials = Annotated[int, Field(ge=1, le=1_000_000)]
-Probes = Annotated[int, Field(ge=0, le=1_000)]
-Repeats = Annotated[int, Field(ge=0, le=1_000)]
-Word = Annotated[str, Field(min_length=1, max_length=200)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$")]
-Value = Annotated[str, Field(max_length=100_000)]
-LONGEST_TEXT = 4096
 ModelPath = Annotated[str, Field(min_length=1, max_length=LONGEST_TEXT, examples=["./Qwen3-8B"])]
 Folder = Annotated[str, Field(min_length=1, max_length=LONGEST_TEXT, examples=["../training"])]
-Text = Annotated[str, Field(min_length=1, max_length=LONGEST_TEXT)]
-Rate = Annotated[float, Field(ge=1_000_000, le=10**15), InUnits(BYTES_PER_SECOND, "50GB/s")]
-Latency = Annotated[float, Field(gt=0, le=1), InUnits(SECONDS, "5us")]
-Speed = Annotated[float, Field(ge=0.01, le=100)]
-Price = Annotated[float, Field(ge=0, le=1_000_000)]
-Memory = Annotated[int, Field(ge=MIN_MEMORY, le=MAX_MEMORY), InUnits(BYTES, "4GiB")] | None
-"""A memory size in bytes."""
 
 
 def _environment_of(envs: Mapping[str, str | int], _context: Context) -> dict[str, str]:

@@ -22,7 +22,7 @@ from flagcore.domain.spec import ClusterSpec
 from flagcore.domain.trial import Role, TrialState
 from flagcore.errors import Interrupted, LaunchError
 from flagcore.hooks import hookimpl
-from flagcore.report.result import result
+from flagcore.report.result import Result
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.strategies import PREDICTED
 from tests.tuner.benches import Bench, knobs, plain, plugin, sizes_of, sound, write_steps
@@ -146,7 +146,7 @@ def test_trials_run_at_once_on_disjoint_devices_and_finalists_alone(bench: NodeB
     assert [trial.group for trial in plan.repeats] == [None] * len(plan.repeats)
     assert plan.best.is_final
     assert plan.gain == pytest.approx(0.95)
-    assert result(plan, "runs")["side_by_side"]["quiet"]
+    assert Result.write(plan, "runs")["side_by_side"]["quiet"]
     assert sound(plan)
 
 

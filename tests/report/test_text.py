@@ -19,7 +19,7 @@ from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.report.candidate_report import causes_text, differences_text, differs_text
 from flagcore.report.explanation import memory_parts, needs_text, prediction_text
 from flagcore.report.formats import fitted, render, table
-from flagcore.report.result import read_trial, result
+from flagcore.report.result import Result, TrialResult
 from flagcore.report.run import RunData
 from flagcore.report.run_text import result_text
 from flagcore.report.summary import MAX_RIVALS, no_best
@@ -199,7 +199,7 @@ COUNTS = Counts(
 
 
 def run_data(plan: Plan) -> RunData:
-    return RunData.from_json(result(plan, "run"), Path("run"), folder_name="run", knobs=plan.knobs)
+    return RunData.from_json(Result.write(plan, "run"), Path("run"), folder_name="run", knobs=plan.knobs)
 
 
 def plan_text(plan: Plan) -> str:
@@ -235,11 +235,11 @@ def test_percentiles_of_few_requests_are_reported_as_such() -> None:
         points = tuple({**point, "answered": answered} for point in one.measurement.points or ({},))
         return plan(dataclasses.replace(one, measurement=dataclasses.replace(one.measurement, points=points)))
 
-    (note,) = result(found(64), "r")["notes"]
+    (note,) = Result.write(found(64), "r")["notes"]
     assert note.startswith("p99, p95 of 64 requests")
     assert f"Note: {note}." in plan_text(found(64))
     assert "p90 of 8 requests" in plan_text(found(8))
-    assert result(found(400), "r")["notes"] == []
+    assert Result.write(found(400), "r")["notes"] == []
 
 
 BASELINE = trial(0, 100.0, role=Role.BASELINE)
@@ -257,8 +257,8 @@ def test_the_highest_load_is_reported_with_what_was_not_tested(highest: HighestL
     assert BASELINE.measurement is not None
     figures = {**BASELINE.measurement.figures, "highest_load": 2.4}
     measured = dataclasses.replace(BASELINE.measurement, figures=figures, highest=highest)
-    found = result(plan(dataclasses.replace(BASELINE, measurement=measured)), "r")
-    read = read_trial(json.loads(json.dumps(found["baseline"]))).measurement
+    found = Result.write(plan(dataclasses.replace(BASELINE, measurement=measured)), "r")
+    read = TrialResult.read(json.loads(json.dumps(found["baseline"]))).measurement
     assert read is not None
     assert read.highest == highest
     assert set(re.findall(r"[0-9.]+[0-9]", highest_text(2.4, read.highest))) == numbers
@@ -309,7 +309,7 @@ def test_a_latency_objective_is_reported_in_seconds_and_less_is_better() -> None
     text = plan_text(served_plan)
     assert "0.4 TTFT p99 s" in text
     assert "-50.0% TTFT p99 over " in text
-    assert result(served_plan, "x")["objective"] == {"name": objective, "direction": "min"}
+    assert Result.write(served_plan, "x")["objective"] == {"name": objective, "direction": "min"}
 
 
 def test_a_rate_above_ten_thousand_is_a_plain_number() -> None:

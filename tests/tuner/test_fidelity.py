@@ -19,7 +19,7 @@ from flagcore.domain.space import Columns
 from flagcore.domain.spec import ClusterSpec, Task
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import Interrupted, NoDevice
-from flagcore.report.result import result
+from flagcore.report.result import Result
 from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.strategies import RANDOM, learned
 from tests import tasks
@@ -120,7 +120,7 @@ def test_an_estimate_starts_nothing_and_needs_no_device(bench: Bench) -> None:
     steps = {trial.number: trial.predicted_step_s for trial in plan.trials}
     assert steps[plan.best.number] == min(steps.values())
     assert plan.gain == pytest.approx(steps[plan.baseline.number] / steps[plan.best.number] - 1)
-    data = result(plan, "run")
+    data = Result.write(plan, "run")
     assert data["fidelity"] == "estimate"
     assert data["best"]["measured"] is None
     assert bench.tune(16, fidelity="estimate", max_trials=5).plan == plan
@@ -154,7 +154,7 @@ def test_one_device_probes_the_ranks_of_four_and_the_slowest_rank_decides(bench:
         assert measured.device_used_bytes > 3 * GIB
         assert trial.predicted_step_s != measured.step_time_s
         assert (bench.folder / trial.log).parent.joinpath("metrics.json").exists()
-    assert result(plan, "run")["best"]["measured"]["step_time_s"]["modelled"] > 0
+    assert Result.write(plan, "run")["best"]["measured"]["step_time_s"]["modelled"] > 0
 
 
 def test_candidates_without_a_predicted_time_are_not_probed(bench: Bench) -> None:
@@ -229,7 +229,7 @@ def test_probed_candidates_can_still_be_run(bench: Bench) -> None:
     assert {trial.fidelity for trial in plan.trials} == {"run"}
     assert {trial.candidate for trial in plan.probes} <= {trial.candidate for trial in plan.trials}
     assert plan.best.fidelity == "run"
-    assert len(result(plan, "run")["probes"]) == 3
+    assert len(Result.write(plan, "run")["probes"]) == 3
     assert plan.counts.balanced
     assert plan.counts.measured + plan.counts.stopped == len(plan.trials)
 

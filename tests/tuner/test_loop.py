@@ -10,7 +10,7 @@ from flagcore.domain.launch import Exit
 from flagcore.domain.spec import ClusterSpec
 from flagcore.domain.trial import Role, TrialState
 from flagcore.errors import Interrupted, LaunchError, NoDevice, NothingFits
-from flagcore.report.result import result
+from flagcore.report.result import Result
 from flagcore.tuner.budget import seconds_used
 from tests.tuner.benches import Bench, Instant, at, knobs, plain, sound
 
@@ -120,7 +120,7 @@ def test_machine_drift_is_reported(bench: Bench) -> None:
     plan = bench.tune(repeats=1).plan
     assert plan.drift == pytest.approx(1 / 1.2 - 1)
     assert plan.drifted
-    assert result(plan, "runs")["noise"]["drifted"]
+    assert Result.write(plan, "runs")["noise"]["drifted"]
 
 
 def test_a_forked_trial_that_fails_starts_again_as_a_new_process(bench: Bench) -> None:

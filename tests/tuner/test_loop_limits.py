@@ -17,7 +17,7 @@ from flagcore.domain.spec import ClusterSpec
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.hooks import hookimpl
 from flagcore.i18n import choose
-from flagcore.report.result import notes_of, result
+from flagcore.report.result import Result, notes_of
 from flagcore.tuner import devices
 from flagcore.tuner.parallel import MAX_CONSECUTIVE_BUSY
 from tests import tasks
@@ -143,7 +143,7 @@ def test_the_limit_follows_the_prediction_and_is_recorded(bench: BusyBench) -> N
     trial, launch = plan.trials[0], bench.player.launches[0]
     assert launch.timeout_seconds == trial.time_limit.seconds > 300.0
     assert launch.timeout_because == trial.time_limit.because
-    record = result(plan, "run")["trials"][0]
+    record = Result.write(plan, "run")["trials"][0]
     assert record["time_limit"] == asdict(trial.time_limit)
     assert record["shortened"]["whole"] == 512
     assert record["measured"]["step_time_s"]["scaled_from"] == trial.measurement.scaled_from
@@ -216,7 +216,7 @@ def test_trials_whose_time_is_over_after_two_steps_are_measured(bench: BusyBench
     assert plan.best.measurement.few_steps
     assert plan.best.interval == pytest.approx(0.15)
     assert [trial.state for trial in plan.trials] == [TrialState.MEASURED] * 3
-    record = result(plan, "run")
+    record = Result.write(plan, "run")
     assert (
         record["trials"][0]["measured"]["step_time_s"]["high"]
         > record["trials"][0]["measured"]["step_time_s"]["median"]
@@ -239,5 +239,5 @@ def test_a_search_whose_trials_have_time_for_one_step_ends_with_advice(bench: Bu
     assert plan.best is None
     assert len(bench.player.launches) <= 2
     assert "auto_tuner.control.max_time_per_task: " in plan.stopped_because
-    (record, *_others) = result(plan, "run")["trials"]
+    (record, *_others) = Result.write(plan, "run")["trials"]
     assert (record["state"], len(record["finished_steps_s"])) == ("timed_out", 1)

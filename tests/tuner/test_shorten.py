@@ -16,7 +16,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Columns, KnobValue
 from flagcore.domain.spec import ClusterSpec, Control, Task
 from flagcore.domain.trial import Measurement, Shortened, Trial, TrialState
-from flagcore.report.result import result
+from flagcore.report.result import Result
 from flagcore.tuner.shorten import FIXED_FACTOR, UNMODELLED_SHARE, scale_nodes, scale_steps, shorten
 from flagcore.tuner.stages.predict import predict_columns
 from tests import tasks
@@ -140,7 +140,7 @@ def test_trials_run_on_fewer_nodes_with_fewer_replicas_and_the_same_batch_of_eac
     best = best_of(plan)
     assert best.is_final
     assert best.measurement.low_s < best.measurement.step_time_s < best.measurement.high_s
-    record = result(plan, "run")["best"]
+    record = Result.write(plan, "run")["best"]
     assert record["shortened"]["nodes"] == 1
     assert record["measured"]["step_time_s"]["scaled_from"] == given(best.measurement.scaled_from)
 

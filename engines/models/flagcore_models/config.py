@@ -15,10 +15,11 @@ import yaml
 from pydantic import AliasChoices, AliasGenerator, BaseModel, ConfigDict
 
 from flagcore.domain.model import Layer, Mixer, Model, Vision
+from flagcore.domain.units import Layers, NoLayers, NoSize, Size
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.plain_data import KeyPath, SafeLoader, spec_error
 from flagcore.spec.shapes import check_model
-from flagcore.spec.validate import Layers, NoLayers, NoSize, Size, checked, located
+from flagcore.spec.validate import checked, located
 from flagcore_models.layers import attention_of, network_of
 from flagcore_models.mixers.indexer import Indexer
 

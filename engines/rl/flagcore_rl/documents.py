@@ -9,12 +9,22 @@ from pydantic import Field
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import Precision
+from flagcore.domain.units import Size, Text, Word
 from flagcore.spec import schema
 from flagcore.spec.knobs import baseline_section, candidate_of, space_of, space_section
 from flagcore.spec.models import ModelInput
 from flagcore.spec.plain_data import spec_error
-from flagcore.spec.schema import AdapterSection, CommonSection, Count, Length, TunerSection, adapter_of, with_fields
-from flagcore.spec.validate import Context, Folder, Section, Size, Text, Wait, Word, rule
+from flagcore.spec.schema import (
+    AdapterSection,
+    CommonSection,
+    Count,
+    Length,
+    TunerSection,
+    adapter_of,
+    command_of,
+    with_fields,
+)
+from flagcore.spec.validate import Context, Folder, RecordSection, Section, keys_of_record, rule
 from flagcore_rl.job import SPREAD, Lengths, RlSpec, RolloutRole, TrainerRole
 
 Scalar = bool | int | float | Text | None
@@ -65,32 +75,21 @@ def lengths_of(section: LengthsSection, context: Context) -> Lengths:
 AnyLengths = Annotated[LengthsSection, rule(lengths_of)]
 
 
-class TrainerSection(Section):
+@keys_of_record(TrainerRole)
+class TrainerSection(RecordSection):
     """The trainer."""
 
     engine: Literal["megatron", "fsdp2"]
-    """Name of the training engine."""
     settings: dict[str, Scalar] = Field(default={})
-    """Settings of the training engine, as in train.settings."""
-    offload: Literal["none", "optimizer", "all"] = "optimizer"
-    """What a colocated trainer moves to the host's memory while answers are generated."""
     adapter: Annotated[AdapterSection, rule(adapter_of)] | None = None
-    """Low-rank adapters that are trained instead of the weights, as in train.adapter."""
 
 
-class RolloutSection(Section):
+@keys_of_record(RolloutRole)
+class RolloutSection(RecordSection):
     """The rollout, which generates answers."""
 
-    engine: Word
-    """Name of the serving engine, such as vllm or sglang."""
     precision: Precision | None = None
-    """Number format of its weights; null: that of the trainer."""
-    engine_version: Word | None = None
-    """Version of the serving engine, such as 0.11.2; null: the newest that flagcore knows."""
     engine_args: dict[str, Scalar] = Field(default={})
-    """Flags of the serving engine, as in serve.engine_args."""
-    sleeps: bool = True
-    """Whether a colocated rollout frees its memory while the trainer runs."""
 
 
 class RewardSection(Section):
@@ -100,7 +99,14 @@ class RewardSection(Section):
     """Path, public name or shape, as in `model`."""
 
 
-class RlJob(Section):
+RL_KEYS = (
+    *("engine", "precision", "trainer", "rollout", "algorithm", "prompts", "samples", "prompt_len", "answer_len"),
+    *("mini_batch", "epochs", "old_logprobs", "reference", "critic", "reward", "staleness", "packing", "reward_s"),
+)
+
+
+@keys_of_record(RlSpec, *RL_KEYS)
+class RlJob(RecordSection):
     """Keys of a job of reinforcement learning in specs and job records."""
 
     engine: Word
@@ -108,37 +114,12 @@ class RlJob(Section):
     precision: Precision = "bf16"
     """Number format of the matrix products of the trainer."""
     trainer: Annotated[TrainerSection, rule(lambda section, _: TrainerRole(**dict(section)))]
-    """The training engine."""
     rollout: Annotated[RolloutSection, rule(lambda section, _: RolloutRole(**dict(section)))]
-    """The engine that generates answers."""
-    algorithm: Literal["grpo", "dapo", "gspo", "rloo", "reinforce", "ppo"] = "grpo"
-    """Algorithm; ppo has a critic unless `critic` is false."""
-    prompts: Size
-    """Prompts of a step."""
-    samples: Size
-    """Answers to each prompt."""
     prompt_len: AnyLengths
-    """Lengths of prompts."""
     answer_len: AnyLengths
-    """Lengths of answers; the longest is the maximum of the run."""
-    mini_batch: Size | None = None
-    """Samples of an optimizer step; null: all samples of a step."""
-    epochs: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Times that a step trains on each sample."""
-    old_logprobs: bool = True
-    """Whether the trainer computes the policy's log-probabilities before it trains."""
-    reference: bool = False
-    """Whether a reference model's log-probabilities are computed."""
     critic: bool | None = None
     """Whether a critic of the policy's size is trained; null: with ppo."""
     reward: Annotated[RewardSection, rule(lambda section, _: section.model)] | None = None
-    """The reward model, which the trainer's devices compute; null: rewards are computed by functions."""
-    staleness: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Steps by which the rollout's weights may lag; 0: on-policy. Above 0, generation and training may overlap."""
-    packing: bool = True
-    """Whether micro-batches are packed up to a number of tokens; otherwise they have a number of samples."""
-    reward_s: Wait | None = None
-    """Seconds of a step for rewards and data, which overlap with nothing; null: usual ones of the framework."""
 
 
 class RlSection(RlJob):
@@ -152,26 +133,25 @@ class RlSection(RlJob):
     """Version of the framework; null: the installed one."""
 
 
-def work_of(job: RlJob, **more: Any) -> RlSpec:
+def work_of(section: RlJob, **more: Any) -> RlSpec:
     """Return the job that a validated section describes. Raises SpecError."""
-    samples = job.prompts * job.samples
+    fields = {name: getattr(section, name) for name in RL_KEYS}
+    fields["critic"] = fields["algorithm"] == "ppo" if section.critic is None else section.critic
+    job = RlSpec(**{**fields, **more})
+    samples = job.step_samples
     if samples > MOST_SAMPLES:
         problem = f"with samples = {job.samples} is a step of more than {MOST_SAMPLES} samples"
         raise spec_error("prompts", problem, value=job.prompts, fix="give the prompts of one step")
     if job.mini_batch and (job.mini_batch > samples or samples % job.mini_batch):
         problem, fix = f"does not divide the {samples} samples of a step", "use a divisor of prompts x samples"
         raise spec_error("mini_batch", problem, value=job.mini_batch, fix=fix)
-    fields = {name: getattr(job, name) for name in RlJob.model_fields}
-    fields["critic"] = job.algorithm == "ppo" if job.critic is None else job.critic
-    return RlSpec(**{**fields, **more})
+    return job
 
 
 def rl_of(section: RlSection, context: Context) -> RlSpec:
     """Return the job that a section describes. By default, the user's command runs in the spec's folder."""
-    command = tuple(section.command) if section.command else None
-    directory = str((context.base / (section.directory or ".")).resolve()) if command else None
-    more = {"directory": directory, "engine_version": section.engine_version, "context": _context_of(context)}
-    return work_of(section, command=command, **more)
+    started = command_of(section.command, section.directory, context)
+    return work_of(section, engine_version=section.engine_version, context=_context_of(context), **started)
 
 
 def _context_of(context: Context) -> int | None:

@@ -6,10 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Interval
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import TOKENS_PER_SECOND_PER_DEVICE, Adapter, SettingValue, Task
+from flagcore.domain.units import OneOf, Size, Wait, Word
 from flagcore.domain.work import Work
 from flagcore.i18n import _
 from flagcore.spec.shapes import Shape
@@ -52,30 +55,32 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerRole:
-    """The trainer: the name of its engine, and settings of that engine.
-
-    `offload`: what moves to the host while a colocated rollout generates: `none`, `optimizer` or `all`. With an
-    `adapter`, the frozen weights are those of the reference.
-    """
+    """The trainer. With an `adapter`, the frozen weights are those of the reference."""
 
     engine: str
+    """Name of the training engine."""
     settings: Mapping[str, SettingValue] = field(default_factory=dict)
-    offload: str = "optimizer"
+    """Settings of the training engine, as in train.settings."""
+    offload: Annotated[str, OneOf(("none", "optimizer", "all"))] = "optimizer"
+    """What a colocated trainer moves to the host's memory while answers are generated."""
     adapter: Adapter | None = None
+    """Low-rank adapters that are trained instead of the weights, as in train.adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRole:
-    """The rollout: the name, the release and flags of its engine, and the number format of its weights.
+    """The rollout, which generates answers."""
 
-    `sleeps`: whether a colocated rollout frees its memory while the trainer runs.
-    """
-
-    engine: str
+    engine: Word
+    """Name of the serving engine, such as vllm or sglang."""
     precision: str | None = None
-    engine_version: str | None = None
+    """Number format of its weights; null: that of the trainer."""
+    engine_version: Word | None = None
+    """Version of the serving engine, such as 0.11.2; null: the newest that flagcore knows."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """Flags of the serving engine, as in serve.engine_args."""
     sleeps: bool = True
+    """Whether a colocated rollout frees its memory while the trainer runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,18 +89,6 @@ class RlSpec(Work):
 
     A step generates `samples` answers to each of `prompts` prompts, computes their log-probabilities, trains on them in
     mini-batches, and gives the new weights to the rollout.
-
-    `mini_batch`: the number of samples of an optimizer step. None means all samples of a step.
-    `epochs`: how many times a step trains on each sample.
-    `old_logprobs`: whether the trainer computes the log-probabilities of the policy before it trains.
-    `reference`: whether the log-probabilities of a reference model are computed, too.
-    `critic`: whether a critic of the policy's size is trained, and computes values.
-    `reward`: the model whose forward passes on the trainer's devices reward the answers. None means functions.
-    `staleness`: the maximum number of steps by which the weights of the rollout may lag. With 0, a step waits for its
-    own samples.
-    `packing`: whether micro-batches are packed up to a number of tokens. Otherwise they have a number of samples.
-    `reward_s`: the seconds of a step for rewards that overlap with nothing. None means those of the engine.
-    `context`: the model's context length in tokens. None means an unknown one.
     """
 
     kind: ClassVar[str] = "rl"
@@ -116,22 +109,39 @@ class RlSpec(Work):
     """What the job of a check of plugins has."""
 
     trainer: TrainerRole
+    """The training engine."""
     rollout: RolloutRole
-    prompts: int
-    samples: int
+    """The engine that generates answers."""
+    prompts: Size
+    """Prompts of a step."""
+    samples: Size
+    """Answers to each prompt."""
     prompt_len: Lengths
+    """Lengths of prompts."""
     answer_len: Lengths
-    algorithm: str = "grpo"
-    mini_batch: int | None = None
-    epochs: int = 1
+    """Lengths of answers; the longest is the maximum of the run."""
+    algorithm: Annotated[str, OneOf(("grpo", "dapo", "gspo", "rloo", "reinforce", "ppo"))] = "grpo"
+    """Algorithm; ppo has a critic unless `critic` is false."""
+    mini_batch: Size | None = None
+    """Samples of an optimizer step; null: all samples of a step."""
+    epochs: Annotated[int, Interval(ge=1, le=1000)] = 1
+    """Times that a step trains on each sample."""
     old_logprobs: bool = True
+    """Whether the trainer computes the policy's log-probabilities before it trains."""
     reference: bool = False
+    """Whether a reference model's log-probabilities are computed."""
     critic: bool = False
+    """Whether a critic of the policy's size is trained, and computes values."""
     reward: Model | None = None
-    staleness: int = 0
+    """The reward model, which the trainer's devices compute; null: rewards are computed by functions."""
+    staleness: Annotated[int, Interval(ge=0, le=1000)] = 0
+    """Steps by which the rollout's weights may lag; 0: on-policy. Above 0, generation and training may overlap."""
     packing: bool = True
-    reward_s: float | None = None
+    """Whether micro-batches are packed up to a number of tokens; otherwise they have a number of samples."""
+    reward_s: Wait | None = None
+    """Seconds of a step for rewards and data, which overlap with nothing; null: usual ones of the framework."""
     context: int | None = None
+    """The model's context length in tokens. None means an unknown one."""
     flags: tuple[str, ...] = ()
 
     @property

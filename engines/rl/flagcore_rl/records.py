@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from flagcore.domain.knob import Knob
+from flagcore.domain.units import Word
 from flagcore.spec.jobs import AnyRecord, ReadRecord, reject_misplaced_keys
 from flagcore.spec.knobs import candidate_of, candidate_section
-from flagcore.spec.validate import Context, Word, checked, rule
+from flagcore.spec.validate import Context, checked, rule
 from flagcore_rl.documents import RlJob, work_of
 from flagcore_rl.job import RlSpec
 

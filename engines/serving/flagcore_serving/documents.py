@@ -15,15 +15,16 @@ from pydantic import Field
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.space import KnobValue
-from flagcore.domain.spec import AUTO, COST, SERVING
+from flagcore.domain.spec import AUTO, COST, SERVING, Control
+from flagcore.domain.units import Devices, Seconds, Text, Value, Word
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.knobs import knobs_of_engine, listed_type, section_of, value_type
 from flagcore.spec.models import ModelSource, model_of
 from flagcore.spec.plain_data import spec_error
-from flagcore.spec.schema import BudgetSection, CommonSection, SearchSection, control_of, with_fields
+from flagcore.spec.schema import BUDGET, CommonSection, SearchSection, command_of, control_of, with_fields
 from flagcore.spec.shapes import Shape
-from flagcore.spec.validate import Context, Devices, Folder, Seconds, Section, Text, Value, Word, rule
+from flagcore.spec.validate import Context, Folder, RecordSection, Section, keys_of_record, rule
 from flagcore_serving.job import CLIENTS_PER_DEVICE, ServePrecision, ServeSpec
 from flagcore_serving.profile import ProfileSection, loads, not_with
 
@@ -116,8 +117,7 @@ def serve_of(section: ServeSection, context: Context) -> ServeSpec:
         prefix_aware=section.router == "prefix_aware" or (section.router == AUTO and has_prefixes),
         default_space=not context.given("auto_tuner", "space"),
         weights=weights if public or not weights else str((context.base / weights).resolve()),
-        command=tuple(section.command) if section.command else None,
-        directory=str((context.base / (section.directory or ".")).resolve()) if section.command else None,
+        **command_of(section.command, section.directory, context),
         cards=context.given("auto_tuner", "cards"),
         engine_version=section.engine_version,
     )
@@ -177,7 +177,8 @@ def _highest(section: ServeSection, slo: Mapping[str, float]) -> str | None:
     return name
 
 
-class ServeControlSection(BudgetSection):
+@keys_of_record(Control, *BUDGET)
+class ServeControlSection(RecordSection):
     """Budgets of the search."""
 
     fidelity: Literal["estimate", "run"] = "run"

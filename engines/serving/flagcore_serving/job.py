@@ -6,10 +6,13 @@ import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from annotated_types import Interval
 
 from flagcore.domain.metrics import PER_DEVICE, load_text
 from flagcore.domain.spec import Precision
+from flagcore.domain.units import Factor, Fraction, NoSize, OneOf, Text, Wait
 from flagcore.domain.work import Work
 from flagcore.i18n import N_, _
 
@@ -32,6 +35,9 @@ ratio (a maximum of 1,024 tokens and a mean of 217)."""
 SCHEMES = ("mtp", "eagle", "eagle3", "draft_model", "ngram", "suffix")
 """How speculation drafts tokens: with the model's own layers for multi-token prediction, a head that is trained for the
 model (EAGLE), another model, or text that repeats (n-grams, suffixes)."""
+Tokens = Annotated[int, Interval(ge=1, le=10_000_000)]
+NoTokens = Annotated[int, Interval(ge=0, le=10_000_000)]
+NoRequests = Annotated[int, Interval(ge=0, le=10_000_000)]
 Rates: TypeAlias = tuple[float, ...]
 """The share of drafts in which the token at each position is accepted. Beyond the last one, the rates fall as from the
 one before it (at first 1) to it, so that one number is the probability that a token is accepted after accepted ones."""
@@ -66,66 +72,66 @@ class Images:
 class Load:
     """A load point. Lengths are numbers of tokens.
 
-    Arrivals:
-
-    - `concurrency`: closed loop. This number of requests is always in flight.
-    - `request_rate`: open loop. This number of requests arrives per second; infinity means all at once.
-    - `burstiness`: the shape of the gamma distribution of the gaps between arrivals. 1 means Poisson arrivals.
-    - `num_prompts`: the number of requests. None means that the load continues until it is stopped.
-    - `least_s`: in a search for the highest request rate, the minimum time over which requests arrive. `num_prompts`
-      grows with the rate accordingly.
-    - `is_steady`: whether only the requests between the first and the last ones count. Otherwise all requests count.
-
-    Requests:
-
-    - `range_ratio`: lengths are uniformly distributed from `range_ratio` x length to length.
-    - `range_spread`: if given, lengths are uniformly distributed from (1 - spread) x length to (1 + spread) x length.
-    - `distribution`: uniform or lognormal. With lognormal, `input_len` and `output_len` are the means of clipped
-      log-normal distributions, as in conversations.
-    - `longest`: the longest of log-normal lengths in tokens. None means `MAX_LENGTH_RATIO` times the mean.
-    - `lengths`: the lengths of the prompt and the answer of each request, in place of a distribution. Empty if unknown.
-    - `distinct`: the number of different prompts of `lengths`, which requests use in turn. 0: all are different.
-    - `prefix_len`: the number of first tokens that are the same in all requests.
-    - `trace`: a file with lengths, and optionally arrival times and texts.
-    - `turns`: the maximum number of requests of a conversation. The prompt of each request continues the previous
-      request and its answer, and `input_len` is the length of the new part.
-    - `think_time_s`: the time between an answer and the next request of the conversation.
-    - `sub_agents`: conversations of `turns` requests that each conversation starts, one after another, each after one
-      of its own answers. Their prompts share only the prefix with others.
-    - `images`: images that are sent in addition to the text.
-    - `acceptance`: by scheme of speculation, the rates at which drafted tokens are accepted. An empty name stands for
-      all other schemes.
-    - `adapters`: the number of adapters that requests use; 0 if all use the base model.
-    - `adapter_share`: the share of the requests that use one.
-    - `adapter_skew`: how uneven adapters are used: the n-th one gets a share proportional to n ** -skew.
+    A closed loop has a `concurrency`, an open loop a `request_rate`.
     """
 
-    input_len: int = 1024
-    output_len: int = 128
-    prefix_len: int = 0
-    range_ratio: float = 1.0
-    range_spread: float | None = None
-    distribution: str = "uniform"
+    input_len: Tokens = 1024
+    """Length of a prompt without the shared prefix."""
+    output_len: Tokens = 128
+    """Length of an answer; the engine ignores the end-of-text token."""
+    prefix_len: NoTokens = 0
+    """Shared prefix: number of tokens before the prompt that are the same in all requests."""
+    range_ratio: Fraction = 1.0
+    """Lengths are uniform between range_ratio x length and length; 1: all equal."""
+    range_spread: Fraction | None = None
+    """Lengths are uniform between (1 - range_spread) and (1 + range_spread) x length."""
+    distribution: Annotated[str, OneOf(("uniform", "lognormal"))] = "uniform"
+    """Distribution of the lengths: uniform, or lognormal with the means input_len and output_len, as in chats."""
     longest: int | None = None
+    """The longest of log-normal lengths in tokens. None means `MAX_LENGTH_RATIO` times the mean."""
     lengths: tuple[tuple[int, int], ...] = ()
+    """The lengths of the prompt and the answer of each request, in place of a distribution. Empty if unknown."""
     distinct: int = 0
+    """The number of different prompts of `lengths`, which requests use in turn. 0: all are different."""
     num_prompts: int | None = 128
+    """The number of requests. None means that the load continues until it is stopped."""
     least_s: float = 0.0
+    """In a search for the highest request rate, the minimum time over which requests arrive. `num_prompts` grows with
+    the rate accordingly."""
     is_steady: bool = False
+    """Whether only the requests between the first and the last ones count. Otherwise all requests count."""
     concurrency: int | None = None
+    """This number of requests is always in flight."""
     request_rate: float | None = None
-    burstiness: float = 1.0
-    trace: str | None = None
-    turns: int = 1
-    think_time_s: float = 0.0
-    sub_agents: int = 0
+    """This number of requests arrives per second; infinity means all at once."""
+    burstiness: Factor = 1.0
+    """Shape of the arrival process of an open loop: 1 is Poisson, lower values are burstier."""
+    trace: Text | None = None
+    """File with texts or lengths, and optional arrival times and images: JSON lines with prompts, conversations as in
+    ShareGPT, or lengths as in Mooncake, also with sessions; or agents as in AgentX (Weka)."""
+    turns: Annotated[int, Interval(ge=1, le=1000)] = 1
+    """Maximum number of requests in a conversation. Each is sent after the answer to the previous request, and its
+    prompt continues the conversation."""
+    think_time_s: Wait = 0.0
+    """Seconds from an answer to the next turn, such as those of a user or a tool."""
+    sub_agents: Annotated[int, Interval(ge=0, le=1000)] = 0
+    """Number of sub-agents of a conversation, at most turns - 1. Each is a conversation of as many turns with a prompt
+    of its own after the shared prefix. They run one after the other, each before one of the later turns."""
     acceptance: tuple[tuple[str, Rates], ...] = ()
-    adapters: int = 0
-    adapter_share: float = 1.0
-    adapter_skew: float = 0.0
+    """By scheme of speculation, the rates at which drafted tokens are accepted. An empty name stands for all other
+    schemes."""
+    adapters: NoRequests = 0
+    """Number of adapters (LoRA) that requests use; by default that of serve.adapters."""
+    adapter_share: Fraction = 1.0
+    """Share of the requests that use an adapter; the others use the base model."""
+    adapter_skew: Annotated[float, Interval(ge=0, le=10)] = 0.0
+    """How unevenly adapters are used: the n-th one gets a share proportional to 1 / n ** adapter_skew; 0: all equal."""
     images: Images | None = None
-    warmup: int = 0
-    seed: int = 0
+    """Images that are sent in addition to the text."""
+    warmup: NoRequests = 0
+    """Warm-up requests, which are not measured."""
+    seed: NoSize = 0
+    """Random seed of prompts; each repeat has new prompts."""
 
     def longest_of(self, mean: int) -> int:
         """Return the longest of log-normal lengths with this mean, in tokens."""

@@ -9,18 +9,15 @@ from pydantic import Field
 
 from flagcore.domain.metrics import MIN_REQUESTS
 from flagcore.domain.spec import AUTO
+from flagcore.domain.units import Fraction, Word
 from flagcore.errors import SpecError
 from flagcore.spec.plain_data import spec_error
-from flagcore.spec.validate import Factor, Fraction, NoSize, Section, Text, Wait, Word
+from flagcore.spec.validate import RecordSection, Section, keys_of_record
 from flagcore_serving.job import DEFAULT_CONCURRENCY, IMAGE_SIZE, SCHEMES, Images, Load, Rates
 
-Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
-NoTokens = Annotated[int, Field(ge=0, le=10_000_000)]
 Clients = Annotated[int, Field(ge=1, le=100_000)]
 Requests = Annotated[int, Field(ge=1, le=10_000_000)]
-NoRequests = Annotated[int, Field(ge=0, le=10_000_000)]
 Share = Annotated[float, Field(gt=0, le=1_000_000)]
-Turns = Annotated[int, Field(ge=1, le=1000)]
 PerSecond = Annotated[float, Field(gt=0, le=1_000_000)] | Literal["inf"]
 Acceptance = Fraction | Annotated[list[Fraction], Field(min_length=1, max_length=64)]
 Distribution = Literal["uniform", "lognormal"]
@@ -33,7 +30,6 @@ QUEUE_TIMES, ANSWER_TIMES = 20.0, 5.0
 """In a search for the highest rate, requests arrive for at least QUEUE_TIMES the longest time that an answer may wait,
 and ANSWER_TIMES the longest time that it may take. A queue that grows until the end of the load then hides a rate that
 is too high by at most 1 / QUEUE_TIMES. Chosen by hand."""
-_LOAD = Load()
 
 
 class ImagesSection(Section):
@@ -47,21 +43,15 @@ class ImagesSection(Section):
     """Numbers of images are uniform between (1 - ratio) x and (1 + ratio) x base_items_per_request."""
 
 
-class ProfileSection(Section):
+@keys_of_record(
+    Load,
+    *("input_len", "output_len", "prefix_len", "range_ratio", "range_spread", "distribution", "num_prompts"),
+    *("concurrency", "request_rate", "burstiness", "trace", "turns", "think_time_s", "sub_agents", "images"),
+    *("acceptance", "adapters", "adapter_share", "adapter_skew", "warmup", "seed"),
+)
+class ProfileSection(RecordSection):
     """The requests of a load point, or of several if concurrency or request_rate is a list. Lengths are in tokens."""
 
-    input_len: Tokens = _LOAD.input_len
-    """Length of a prompt without the shared prefix."""
-    output_len: Tokens = _LOAD.output_len
-    """Length of an answer; the engine ignores the end-of-text token."""
-    prefix_len: NoTokens = _LOAD.prefix_len
-    """Shared prefix: number of tokens before the prompt that are the same in all requests."""
-    range_ratio: Fraction = _LOAD.range_ratio
-    """Lengths are uniform between range_ratio x length and length; 1: all equal."""
-    range_spread: Fraction | None = None
-    """Lengths are uniform between (1 - range_spread) and (1 + range_spread) x length."""
-    distribution: Distribution = "uniform"
-    """Distribution of the lengths: uniform, or lognormal with the means input_len and output_len, as in chats."""
     num_prompts: Requests | Literal["auto"] = "auto"
     """Number of requests; auto: the load lasts until its steady state is measured precisely."""
     concurrency: Clients | Annotated[list[Clients], Field(min_length=1)] | Literal["auto"] | None = None
@@ -70,35 +60,12 @@ class ProfileSection(Section):
     request_rate: PerSecond | Annotated[list[PerSecond], Field(min_length=1)] | Literal["auto"] | None = None
     """Requests per second that arrive whether the server is free or not (inf: all at once): which latencies result? A
     list defines several load points of one launch; auto: which rate can arrive within the SLO?"""
-    burstiness: Factor = _LOAD.burstiness
-    """Shape of the arrival process of an open loop: 1 is Poisson, lower values are burstier."""
-    trace: Text | None = None
-    """File with texts or lengths, and optional arrival times and images: JSON lines with prompts, conversations as in
-    ShareGPT, or lengths as in Mooncake, also with sessions; or agents as in AgentX (Weka)."""
-    turns: Turns = _LOAD.turns
-    """Maximum number of requests in a conversation. Each is sent after the answer to the previous request, and its
-    prompt continues the conversation."""
-    think_time_s: Wait = _LOAD.think_time_s
-    """Seconds from an answer to the next turn, such as those of a user or a tool."""
-    sub_agents: Annotated[int, Field(ge=0, le=1000)] = _LOAD.sub_agents
-    """Number of sub-agents of a conversation, at most turns - 1. Each is a conversation of as many turns with a prompt
-    of its own after the shared prefix. They run one after the other, each before one of the later turns."""
     images: ImagesSection | None = None
     """Images of the requests, which are then sent as chats; null: none, or those of the trace."""
     acceptance: Acceptance | dict[Word, Acceptance] | None = None
     """For predictions of speculation: the probability that a drafted token is accepted if those before it are, or the
     shares of drafts in which the 1st, 2nd, ... token is accepted, whose sum is the mean acceptance length - 1.
     One for all schemes, or by scheme; null: a usual one, without a gain for n-grams and suffixes."""
-    adapters: NoRequests = _LOAD.adapters
-    """Number of adapters (LoRA) that requests use; by default that of serve.adapters."""
-    adapter_share: Fraction = _LOAD.adapter_share
-    """Share of the requests that use an adapter; the others use the base model."""
-    adapter_skew: Annotated[float, Field(ge=0, le=10)] = _LOAD.adapter_skew
-    """How unevenly adapters are used: the n-th one gets a share proportional to 1 / n ** adapter_skew; 0: all equal."""
-    warmup: NoRequests = _LOAD.warmup
-    """Warm-up requests, which are not measured."""
-    seed: NoSize = _LOAD.seed
-    """Random seed of prompts; each repeat has new prompts."""
 
 
 def not_with(other: str, key: str, value: object = None, fix: str = "remove one of the two") -> SpecError:
@@ -179,7 +146,7 @@ def _least_s(profile: ProfileSection, slo: Mapping[str, float]) -> float:
         latency: max((limit for name, limit in slo.items() if name.startswith(latency)), default=0.0)
         for latency in ("ttft_s", "e2e_s", "tpot_s", "itl_s")
     }
-    answer_s = max(by_latency["tpot_s"], by_latency["itl_s"]) * profile.output_len
+    answer_s: float = max(by_latency["tpot_s"], by_latency["itl_s"]) * profile.output_len
     return max(QUEUE_TIMES * by_latency["ttft_s"], QUEUE_TIMES / 2 * by_latency["e2e_s"], ANSWER_TIMES * answer_s)
 
 

@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from flagcore.domain.knob import Knob
+from flagcore.domain.units import Fraction, Text, Word
 from flagcore.spec.jobs import AnyRecord, ReadRecord, reject_misplaced_keys
 from flagcore.spec.plain_data import spec_error
-from flagcore.spec.validate import Context, Fraction, Section, Text, Word, checked, rule
+from flagcore.spec.validate import Context, Section, checked, rule
 from flagcore_serving.documents import KnobInput, Scalar
-from flagcore_serving.job import Load, ServePrecision, ServeSpec
-from flagcore_serving.profile import Clients, Distribution, NoTokens, PerSecond, Requests, Tokens
+from flagcore_serving.job import Load, NoTokens, ServePrecision, ServeSpec, Tokens
+from flagcore_serving.profile import Clients, Distribution, PerSecond, Requests
 
 CHAT_DATASETS = ("ShareGPT",)
 """Values of `dataset` with log-normal lengths. The lengths in the record are the means."""

@@ -8,9 +8,10 @@ from pydantic import Field
 
 from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.space import KnobValue
+from flagcore.domain.units import Text, Word
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.plain_data import KeyPath, spec_error
-from flagcore.spec.validate import Context, Section, Text, Word, located, rule, validated
+from flagcore.spec.validate import Context, Section, located, rule, validated
 
 Meaning = Literal[
     "tensor_model_parallel_size",

@@ -10,10 +10,10 @@ from pathlib import Path
 from flagcore.contracts import Commands, ImportedSpec
 from flagcore.domain.launch import Start
 from flagcore.domain.secrets import is_secret, redact_text
+from flagcore.domain.units import LONGEST_TEXT
 from flagcore.errors import SpecError, UsageError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.plain_data import Notes, read_text
-from flagcore.spec.validate import LONGEST_TEXT
 from flagcore_importers.batch import GPUS
 from flagcore_importers.choice import OF_HOST, OF_MACHINE, Input, engines_in, not_one, others, unset_names, untuned
 from flagcore_importers.starts import Reader

@@ -14,7 +14,7 @@ from flagcore_page.run_files import log_ends
 
 from extras.page.tests.conftest import HOSTILE, KINDS, Made, Runs
 from flagcore.report.blocks import Table, Text, table
-from flagcore.report.result import read_trial
+from flagcore.report.result import TrialResult
 from flagcore.report.run import tail
 from tests.page_reading import read, run_data
 
@@ -275,4 +275,4 @@ def test_a_link_out_of_the_run_is_named_and_not_followed(tmp_path: Path) -> None
     run = run_data(folder=tmp_path / "run")
     reason = "# ./trials/0/stderr.log cannot be read (it is a link to a place outside the folder)"
     logs = [("stdout.log", "of the trial"), ("stderr.log", reason)]
-    assert log_ends(run, read_trial({"number": 0, "candidate": {}})) == logs
+    assert log_ends(run, TrialResult.read({"number": 0, "candidate": {}})) == logs

@@ -28,8 +28,7 @@ from flagcore.report.candidate_report import (
 )
 from flagcore.report.explanation import Explanation, needs_text, used_text
 from flagcore.report.formats import shown
-from flagcore.report.result import stop_reason
-from flagcore.report.result import trial as trial_record
+from flagcore.report.result import TrialResult, stop_reason
 from flagcore.report.text import candidate_text, knob_of, reason_text, scaled_text, state_name
 from flagcore.tuner.feasibility import require_candidate
 from flagcore.tuner.problem import lacks_margin, recommended_row, rows_by_time
@@ -296,7 +295,7 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
         objective=snapshot.task.spec.objective,
         requested=subject.requested.as_dict() if is_equivalent else None,
         expected_s=subject.expected_s,
-        trials=tuple(trial_record(trial) for trial in subject.trials),
+        trials=tuple(TrialResult.write(trial) for trial in subject.trials),
         changes={kind: _change(subject, row) for kind, row in changes.items()},
         causes=subject.causes,
         matches=tuple(_change(subject, row) for row in subject.others),

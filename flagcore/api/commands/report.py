@@ -47,7 +47,7 @@ from flagcore.errors import FlagError, NoDevice, RunError
 from flagcore.i18n import N_, _, printable
 from flagcore.plugins import page_writer
 from flagcore.report.formats import as_yaml, lookup
-from flagcore.report.result import result
+from flagcore.report.result import Result
 from flagcore.report.run import INSIGHT, RunData, json_file
 from flagcore.report.run_text import result_text
 from flagcore.report.summary import no_best
@@ -208,7 +208,7 @@ def plan_report(problem: Problem, spec: SpecLike, start: str) -> str:
     Raises NoDevice if flagcore-page is not installed.
     """
     (file, content), plan = spec_data(spec), replace(dry_run(problem), fidelity=ESTIMATE)
-    data, best = result(plan, ""), plan.best.candidate if plan.best else None
+    data, best = Result.write(plan, ""), plan.best.candidate if plan.best else None
     context: dict[str, Any] = {"knobs": plan.knobs, "labels": problem.engine.plans.labels}
     here = f"{file.parent.resolve()}/"  # paths below the spec become relative
     context["start"] = start.replace(here, "")
@@ -277,7 +277,10 @@ def report_data(folder: Path, without: Collection[str]) -> RunData:
         else:
             problem, search_state = loaded.problem, loaded.search_state
             plan = summarize(loaded.task, problem.space, loaded.pruned, search_state, "", problem.knobs)
-            data, insight_data = result(plan, str(folder)), insight(problem, plan.best.candidate if plan.best else None)
+            data, insight_data = (
+                Result.write(plan, str(folder)),
+                insight(problem, plan.best.candidate if plan.best else None),
+            )
             left = _seconds_left(home, loaded)
             notes.append(_("This run is in progress, or was killed: the report contains the trials that have ended."))
             notes += [] if left is None else [_("at most ~{time} left", time=duration_text(left))]

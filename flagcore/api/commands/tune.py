@@ -48,8 +48,9 @@ from flagcore.domain.units import SECONDS, parse_amount
 from flagcore.errors import EveryTrialFailed, FlagError, HostLost, Interrupted, NothingFits, RunError, UsageError
 from flagcore.i18n import N_, _, ngettext
 from flagcore.report.estimate import Estimate
-from flagcore.report.result import noise_warnings, notes_of
+from flagcore.report.result import notes_of
 from flagcore.report.summary import no_best
+from flagcore.report.text import noise_warnings
 from flagcore.spec.convert import engines_of, select_engine
 from flagcore.tuner.experience import Experience
 from flagcore.tuner.feasibility import crowded_baseline_text

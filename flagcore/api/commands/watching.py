@@ -18,7 +18,7 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import RUN_FINISHED, RUN_STARTED, TRIAL_FINISHED, TRIAL_STARTED, RunEvent
 from flagcore.i18n import N_, _
 from flagcore.plugins.entry_points import one_line
-from flagcore.report.result import trial as trial_record
+from flagcore.report.result import TrialResult
 
 MAX_SECONDS = 30.0
 """A watcher that takes longer for an event gets no more events. At its end, a run waits this long for all watchers."""
@@ -58,8 +58,8 @@ class Watchers(AbstractContextManager["Watchers"]):
     def on_event(self, event: Event) -> None:
         """Send the start or the end of a trial to all watchers."""
         if self._about and event.kind in (TRIAL_STARTED, TRIAL_FINISHED):
-            best = trial_record(event.best) if event.best else None
-            self._send(kind=event.kind, trial=trial_record(event.trial), best=best)
+            best = TrialResult.write(event.best) if event.best else None
+            self._send(kind=event.kind, trial=TrialResult.write(event.trial), best=best)
 
     def finish(self, result: Mapping[str, Any] | None) -> None:
         """Send the end of the run to all watchers, only once."""

@@ -15,7 +15,7 @@ from flagcore.api.commands.explain import candidate_report
 from flagcore.api.runs import load_snapshot
 from flagcore.api.subject import allowed_rows
 from flagcore.errors import NothingFits
-from flagcore.report.result import trial as as_data
+from flagcore.report.result import TrialResult
 from flagcore.tuner.stages.learn import learn
 from tests.page_reading import run_data
 from tests.product.cli.conftest import Flag
@@ -79,7 +79,7 @@ def test_if_no_trial_met_the_limits_there_is_no_best(spec: Callable[..., str]) -
     ]
     limits = {"limits": snapshot.task.spec.work.slo, "fastest": late_trials[0].number}
     objective = {"name": snapshot.task.spec.objective}
-    trials = [as_data(each) for each in late_trials]
+    trials = [TrialResult.write(each) for each in late_trials]
     data = run_data(stopped_because="all is tried", objective=objective, trials=trials, **limits).data
     run: Any = SimpleNamespace(best=None, trials=late_trials, repeats=(), probes=(), imported=())
     run.folder, run.data, run.knobs, run.stopped_because = Path("run"), data, {}, data["stopped_because"]
