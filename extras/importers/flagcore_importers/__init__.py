@@ -1,4 +1,4 @@
 """Reads how an engine is started, whatever the form, and converts it to a spec."""
 
-SDK = ("shell",)
+SDK = ("dialect", "shell")
 """The modules that other distributions may import."""

@@ -26,7 +26,6 @@ from engines.serving.tests.engines.tasks import (
 )
 from flagcore.contracts import probes_of
 from flagcore.domain.launch import PORT
-from flagcore.domain.model import Attention
 from flagcore.domain.space import Columns
 from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice, SpecError
@@ -114,7 +113,7 @@ def test_knobs_reach_the_engine_in_its_spelling(engine: str, values: dict[str, A
     [
         ("vllm", {}, "cards", {TP: 4, "instances": 2}),
         ("vllm", {}, "attention_heads", {TP: 3}),
-        ("vllm", {"model": mixed(DENSE, Attention(groups=3), 2)}, "query_groups", {TP: 2}),  # of any layer
+        ("vllm", {"model": mixed(DENSE, {"groups": 3}, 2)}, "query_groups", {TP: 2}),  # of any layer
         ("vllm", {}, "pipeline_layers", {PP: 8}),
         ("vllm", {}, "block_size", {"block_size": 8}),
         ("vllm", {}, "tokens_hold_sequences", {"max_num_batched_tokens": 8, "max_num_seqs": 16}),

@@ -100,7 +100,7 @@ def seconds(part: str, at: float = 1.0, on: Costs | None = None, **given: Any) -
         *((part, {"model": LATENT}, SHORT, 1.0001, 10.0) for part in ("cached", "pair")),
         *((part, {"model": LATENT}, LONG, 0.0, 0.9999) for part in ("cached", "pair")),
         ("local", SHORT, {**SHORT, "overheads": replace(OVER, indexer=1.0)}, 100.0, 1e9),
-        ("local", {"model": LATENT}, {"model": mixed(LATENT, Attention(indexer=SCORES), 36)}, 1.0, 1.0),  # no products
+        ("local", {"model": LATENT}, {"model": mixed(LATENT, {"indexer": SCORES}, 36)}, 1.0, 1.0),  # no products
         ("floor", {**LAUNCHED, "model": mixed(LATENT, STATES, 27)}, {**LAUNCHED, "model": LATENT}, 4.0, 4.0),
         # experts: few tokens use few of them, ranks exchange tokens, and kernels behind the exchange are slower
         ("shared", {"model": EXPERTS, "at": 128}, {"model": EXPERTS}, 0.0, 0.5),
