@@ -168,9 +168,14 @@ class Part:
         return 0
 
     @property
+    def norms(self) -> tuple[int, ...]:
+        """The widths of the norms inside the part, which each rank has whole. The norm before it is not included."""
+        return ()
+
+    @property
     def norm_weights(self) -> int:
-        """The number of weights of norms inside the part, which each rank has. The norm before it is not included."""
-        return 0
+        """The number of weights of these norms."""
+        return sum(self.norms)
 
     def weights(self, hidden_size: int) -> tuple[int, int]:
         """Return the number of weights that tensor-parallel ranks divide, and of those that each rank has whole.
@@ -190,6 +195,11 @@ class Network(Part):
 
     width: int
     gated: bool = True
+
+    @property
+    def active_width(self) -> int:
+        """The width through which each token passes."""
+        return self.width
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,8 +65,8 @@ class Attention(Mixer):
         return (self.num_heads + self.groups) * self.head_dim
 
     @property
-    def norm_weights(self) -> int:
-        return 2 * self.head_dim * self.qk_norm
+    def norms(self) -> tuple[int, ...]:
+        return (self.head_dim, self.head_dim) if self.qk_norm else ()
 
     def inputs(self, hidden_size: int) -> tuple[Product, ...]:
         """Return the products before the attention core."""

@@ -41,8 +41,8 @@ class LatentAttention(Attention):
         return self.num_heads * (self.nope_dim + self.value_dim)
 
     @property
-    def norm_weights(self) -> int:
-        return (self.query_rank + self.latent_rank) * self.qk_norm
+    def norms(self) -> tuple[int, ...]:
+        return (self.query_rank, self.latent_rank) if self.qk_norm else ()
 
     def inputs(self, hidden_size: int) -> tuple[Product, ...]:
         rank = self.query_rank

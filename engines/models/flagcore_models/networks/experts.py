@@ -31,6 +31,11 @@ class Experts(Network):
     chosen_groups: int = 0
     bias: bool = False
 
+    @property
+    def active_width(self) -> int:
+        """The width of the experts that a token chooses, and of the shared ones."""
+        return self.chosen * self.width + self.shared
+
     def expert_width(self, hidden_size: int) -> int:
         """Return the width of the input and output of routed experts."""
         return self.latent or hidden_size
