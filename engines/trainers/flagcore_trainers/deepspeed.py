@@ -4,6 +4,7 @@ Sources: DeepSpeed 0.19 `runtime/config.py`, `runtime/zero/config.py` and `runti
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,15 @@ from typing import Any
 
 import numpy as np
 from flagcore_importers.dialect import SUFFIXES
+from flagcore_models.layers import (
+    attention_counts,
+    connections,
+    expert_count,
+    layer_embeddings,
+    mixer_counts,
+    product_counts,
+    without_repeats,
+)
 from flagcore_training.adapters import as_noted
 from flagcore_training.commands import parse
 from flagcore_training.lengths import length_warnings
@@ -251,7 +261,8 @@ class DeepSpeed(Trainer):
             broken=lambda columns: task.cluster.devices % np.maximum(columns[HPZ], 1) != 0,
         )
         model, length = task.spec.model, task.spec.train.seq_length
-        shared = math.gcd(model.num_attention_heads, length)
+        heads = (each.num_heads for each in attention_counts(model))
+        shared = math.gcd(length, model.num_attention_heads, *heads)
         ulysses = Rule(
             name="ulysses",
             knobs=(ULYSSES,),
@@ -311,12 +322,13 @@ micro-batches of 256 to 768 tokens need 0.2 to 0.5 ms more."""
 
 def small_weights(model: Model) -> int:
     """Return the number of weights in tensors that each rank of ZeRO 3 keeps whole, as they are small."""
-    h = model.hidden_size
-    query, key = (count * model.kv_channels for count in (model.num_attention_heads, model.num_query_groups))
-    layer = [h, h, h * query, h * key, h * key, query * h, *[h * model.ffn_hidden_size] * (2 + model.gated_linear_unit)]
-    ends = [h, *[model.vocab_size * h] * (1 + model.untie_embeddings_and_output_weights)]
-    layers = model.num_layers * sum(each for each in layer if each <= PERSISTENT)
-    return layers + sum(each for each in ends if each <= PERSISTENT)
+    h, own = model.hidden_size, without_repeats(model)
+    sizes = [(h, 1 + connections(model)), (model.vocab_size * h, 1 + model.untie_embeddings_and_output_weights)]
+    sizes += [(mixer.other_weights, number) for mixer, number in mixer_counts(own).items()]
+    products = Counter(product_counts(own)) + Counter(layer_embeddings(model))
+    for product, number in products.items():
+        sizes += [(product.inputs * each.width, number * product.copies) for each in product.layers]
+    return sum(size * number for size, number in sizes if size <= PERSISTENT)
 
 
 def _one_by_one(task: Task) -> list[str]:
@@ -326,7 +338,7 @@ def _one_by_one(task: Task) -> list[str]:
         "experts are predicted as grouped products: transformers before 5 computes them one by one, which with ZeRO 3"
         " takes many times as long"
     )
-    return [text] * (task.spec.model.num_moe_experts is not None)
+    return [text] * (expert_count(task.spec.model) > 0)
 
 
 def _unless_listed(knob: Knob) -> Knob:

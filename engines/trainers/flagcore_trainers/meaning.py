@@ -4,11 +4,13 @@ The formulas are those of `flagcore_training`, with plain layers of torch unless
 is particular to a program is unknown, so the intervals are wide: trials correct the predictions.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
+from flagcore_models.layers import attention_counts, experts_of
 from flagcore_training.adapters import absent_targets
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
@@ -69,6 +71,9 @@ def numbers(codes: Codes, fixed: Mapping[str, int], columns: Columns, devices: i
 def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...]:
     """Return the rules that every program obeys: the devices and the global batch are divided without remainder."""
     devices, batch, model = task.cluster.devices, task.spec.train.global_batch_size, task.spec.model
+    heads = sorted({model.num_attention_heads, *(each.num_heads for each in attention_counts(model))})
+    experts = experts_of(model)
+    count = experts.count if experts else None
     absent_targets(model, task.spec.train.adapter)
     knobs = {meaning: knob for meaning, (knob, _table) in codes.items()}
 
@@ -107,9 +112,11 @@ def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...
             "attention_heads",
             (TP,),
             Message(
-                "{tp} must divide num_attention_heads = {heads}", tp=knobs.get(TP, TP), heads=model.num_attention_heads
+                "{tp} must divide num_attention_heads = {heads}",
+                tp=knobs.get(TP, TP),
+                heads=", ".join(map(str, heads)),
             ),
-            lambda n: model.num_attention_heads % n[TP] != 0,
+            lambda n: math.gcd(*heads) % n[TP] != 0,
         ),
         rule(
             "pipeline_stages",
@@ -120,10 +127,8 @@ def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...
         rule(
             "experts",
             (EP,),
-            Message(
-                "{ep} must divide num_moe_experts = {experts}", ep=knobs.get(EP, EP), experts=model.num_moe_experts
-            ),
-            lambda n: (model.num_moe_experts or 1) % n[EP] != 0,
+            Message("{ep} must divide num_moe_experts = {experts}", ep=knobs.get(EP, EP), experts=count),
+            lambda n: (count or 1) % n[EP] != 0,
         ),
     ]
     return tuple(each for each in found if each.knobs)

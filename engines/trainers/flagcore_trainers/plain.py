@@ -7,7 +7,8 @@ nothing but queries and keys, as cosines and sines need no gradient.
 from dataclasses import dataclass, replace
 
 import numpy as np
-from flagcore_models.layers import attention_of
+from flagcore_models.layers import layer_counts
+from flagcore_models.mixers.attention import Attention
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.activations import stored_scores
 from flagcore_training.memory.adapters import PEFT_STORED
@@ -15,7 +16,9 @@ from flagcore_training.memory.training import states_of
 from flagcore_training.stages import stage, stage_parameters
 
 from flagcore.domain.space import FloatArray
-from flagcore_trainers.fully_shard import memory
+from flagcore_trainers.fully_shard.activations import activations
+from flagcore_trainers.fully_shard.memory import LOSS_BYTES
+from flagcore_trainers.fully_shard.weights import MemoryInputs
 
 NORM_BYTES = 4.0
 """Bytes per element that a norm of several kernels stores beyond a copy of its input: it computes in fp32."""
@@ -50,7 +53,7 @@ def moments(train: Training, layout: Layout) -> Moments:
     With a single micro-batch, gradients that ranks do not shard are not there before their backward.
     """
     model, u, ones = train.model, float(train.value_bytes), np.ones_like(layout.data)
-    job = memory.MemoryInputs(
+    job = MemoryInputs(
         model=model,
         value_bytes=u,
         ranks=layout.expert,
@@ -68,22 +71,24 @@ def moments(train: Training, layout: Layout) -> Moments:
         schedule=np.zeros_like(ones, dtype=np.int64),
         fused_norm=False,
         split_tokens=layout.sequence_parallel > 0,
+        gradients_wait=False,
         adapter=train.options.adapter,
         dora_stored=PEFT_STORED,
     )
-    act = memory.activations(job)
-    rows = job.tokens / layout.tensor
+    act = activations(job)
     norm = NORM_BYTES * act.hidden / u
-    extra = 2.0 * norm + stored_scores(train, layout, attention_of(model)) - 4.0 * model.num_attention_heads * rows
     is_kept = job.checkpointing == 0
-    stored = act.stored + np.where(is_kept, extra, 0.0) * model.num_layers
-    trained = u * model.hidden_size * (train.options.adapter is None)  # frozen weights have no gradients
-    matrix = trained * model.ffn_hidden_size / layout.tensor
-    at_gate, after_ffn = act.backward
-    if not job.expert_layers:  # each gradient of a weight is reduced or added up before the next one
-        after_ffn = after_ffn - (1.0 + model.gated_linear_unit) * matrix
-    layer = stored + np.where(is_kept, 0.0, extra) + np.maximum(at_gate, after_ffn)
-    table = trained * model.vocab_size / layout.tensor
+    stored, layer = act.stored, np.zeros_like(ones)
+    for each, number in layer_counts(model).items():
+        extra = len(each.parts) * norm
+        if isinstance(mixer := each.mixer, Attention):
+            extra = extra + stored_scores(train, layout, mixer) - 4.0 * mixer.num_heads * job.tokens / layout.tensor
+        stored = stored + number * np.where(is_kept, extra, 0.0)
+        for moment in act.layers[each].backward:
+            layer = np.maximum(layer, moment + np.where(is_kept, 0.0, extra))
+    layer = stored + layer
+    rows = u * model.vocab_size / layout.tensor * (train.options.adapter is None)  # frozen weights have no gradients
+    table, own = rows * model.hidden_size, rows * model.num_layers * model.layer_embedding_size
     logits = job.tokens * model.vocab_size / layout.tensor
     at_head = stored + act.head_input + norm
     states = states_of(train, layout, stage_parameters(train, layout, stage(model, layout, np.zeros_like(ones))))
@@ -91,8 +96,8 @@ def moments(train: Training, layout: Layout) -> Moments:
     late = late * (not train.options.fsdp)
     return Moments(
         forward=at_head - late,
-        loss=at_head + memory.LOSS_BYTES * logits - late,
+        loss=at_head + LOSS_BYTES * logits - late,
         head=at_head + u * logits + table + act.hidden - late,
         layer=layer - np.maximum(late - table, 0.0),
-        end=act.hidden + table,
+        end=act.hidden + np.maximum(table, own),
     )

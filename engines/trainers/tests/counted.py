@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from flagcore_trainers.fully_shard import SCHEDULES, memory
+from flagcore_trainers.fully_shard import SCHEDULES, memory, weights
 from flagcore_training.trial.layers import causal_mask, own_positions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
@@ -95,7 +95,7 @@ def predicted(job: Job) -> tuple[float, float]:
 
     each, is_narrow = job.candidate, job.precision == "bf16"
     result = memory.of_rank(
-        memory.MemoryInputs(
+        weights.MemoryInputs(
             model=job.model,
             value_bytes=2.0 if is_narrow else 4.0,
             ranks=one(each.shard * each.context),
@@ -113,7 +113,7 @@ def predicted(job: Job) -> tuple[float, float]:
             schedule=np.array([1 + SCHEDULES.index(each.schedule)]),
             fused_norm=False,
             adapter=job.adapter,
-            main_bytes=2.0 if each.state_dtype == "bf16" else memory.MAIN_BYTES,
+            main_bytes=2.0 if each.state_dtype == "bf16" else weights.MAIN_BYTES,
         )
     )
     return float(result.static[0]), float(result.peak[0])

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_models.layers import layers_of
 from flagcore_trainers.deepspeed import (
     AUTOTP,
     BUCKET,
@@ -20,7 +21,6 @@ from flagcore_trainers.deepspeed import (
     ZERO,
 )
 from flagcore_trainers.fully_shard import AC
-from flagcore_trainers.fully_shard.linear_layers import attention_products, network_products
 from flagcore_trainers.meaning import layout_of, training, weights_of_rank
 from flagcore_trainers.trainer import Trainer
 
@@ -301,8 +301,8 @@ def test_dora_stores_two_outputs_of_each_layer_as_peft_does() -> None:
     jobs = [task(adapter=Adapter(kind=each), **own) for each in ("lora", "dora")]
     lora, dora = (DEEPSPEED.predict(job, columns, costs(job)).activation_bytes for job in jobs)
     model, tokens = jobs[0].spec.model, jobs[0].spec.train.seq_length
-    products = [*attention_products(model), *network_products(model, float(model.ffn_hidden_size), model.hidden_size)]
-    outputs = sum(sum(outer.values()) for _inner, outer in products) * model.num_layers
+    parts = [part for layer in layers_of(model) for part in layer.parts]
+    outputs = sum(each.outputs for part in parts for each in part.products(model.hidden_size))
     assert dora - lora == pytest.approx(2.0 * 2.0 * tokens * outputs, rel=0.01)
 
 

@@ -30,7 +30,7 @@ from flagcore_trainers.fully_shard.predict import memory_job
 
 from flagcore import api
 from flagcore.contracts import Platform
-from flagcore.domain.model import Attention, Layer
+from flagcore.domain.model import Attention, Indexer, Layer
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Adapter
 from flagcore.errors import LaunchError
@@ -43,6 +43,7 @@ pytestmark = pytest.mark.spread
 NEUTRAL = {knob.name: knob.neutral for knob in FSDP2.knobs}
 UNTIED = replace(DENSE, untie_embeddings_and_output_weights=True)
 MIXED = replace(EXPERTS, moe_shared_expert_intermediate_size=32, moe_first_dense_layers=1)
+SPARSE = Attention(indexer=Indexer(heads=2, head_dim=16, top_k=8))
 
 
 def columns(**values: Any) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def test_there_are_no_trials(tmp_path: Path) -> None:
 
 def test_parts_that_are_not_predicted_are_reported_by_key() -> None:
     with refuses("model"):
-        FSDP2.rules(task(replace(DENSE, moe_latent_size=16), engine="fsdp2"))
+        FSDP2.rules(task(replace(DENSE, layers=(Layer(mixer=SPARSE),) * 4), engine="fsdp2"))
     with refuses("train.command"):
         FSDP2.rules(task(engine="fsdp2", command=("train",)))
     assert FSDP2.warnings(task(replace(DENSE, mtp_num_layers=1), engine="fsdp2"))

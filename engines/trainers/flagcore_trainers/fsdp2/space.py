@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from flagcore_models.layers import experts_of, mixer_counts, network_counts
+from flagcore_models.mixers.attention import Attention
+from flagcore_models.networks.experts import Experts
 from flagcore_training.knobs import read_knobs
 
 from flagcore.domain.space import BoolArray, Columns, KnobValue, Merge, Rule
@@ -75,9 +79,13 @@ def rules(task: Task) -> tuple[Rule, ...]:
     """Return the legality rules. Raises SpecError for a model that the engine does not support."""
     check_model(task)
     devices, train, model = task.cluster.devices, task.spec.train, task.spec.model
+    experts = experts_of(model)
     batch, length, precision = train.global_batch_size, train.seq_length, train.precision
-    sizes = [model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size, model.vocab_size]
-    shared = np.gcd.reduce(sizes)
+    sizes = {model.vocab_size, *(mixer.heads for mixer in mixer_counts(model))}
+    for part in (*mixer_counts(model), *network_counts(model)):
+        divided = (each for each in part.products(model.hidden_size) if each.split == "outputs")
+        sizes.update(output.units or output.width for each in divided for output in each.layers)
+    shared = math.gcd(*sizes)
     return (
         Rule(
             name="world_size",
@@ -131,7 +139,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
         ),
         *_pipeline_rules(task),
         *([_adapter_rule()] if train.adapter and not lists_others(task.spec) else ()),
-        *(_expert_rules(task) if model.num_moe_experts else ()),
+        *(_expert_rules(experts) if experts else ()),
         *(() if is_plain(model) else (_layer_rule(task),)),
     )
 
@@ -161,8 +169,7 @@ def _layer_rule(task: Task) -> Rule:
 
     Heads with windows are divided by tensor parallelism.
     """
-    model = task.spec.model
-    divides = not (model.other_mixers or model.multi_latent_attention or model.attention_output_gate)
+    divides = all(type(each) is Attention and not each.gate for each in mixer_counts(task.spec.model))
     tensor = "" if divides else f"{TP} = 1, "
     return Rule(
         name="layers_alone",
@@ -178,9 +185,9 @@ def _layer_rule(task: Task) -> Rule:
     )
 
 
-def _expert_rules(task: Task) -> tuple[Rule, ...]:
+def _expert_rules(experts: Experts) -> tuple[Rule, ...]:
     """Return the rules of experts. Selective checkpoints reject the hooks of a unit of `fully_shard` in a layer."""
-    count = task.spec.model.num_moe_experts or 1
+    count = experts.count
     return (
         Rule(
             name="expert_parallel",

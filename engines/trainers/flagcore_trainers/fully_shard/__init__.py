@@ -1,6 +1,8 @@
 """Predictions of training with torch's `fully_shard`, for the engines `fsdp2` and `torchtitan`. Here: their columns."""
 
 import numpy as np
+from flagcore_models.layers import attention_counts, mixer_counts
+from flagcore_models.mixers.attention import Attention
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import Columns, IntArray
@@ -19,16 +21,12 @@ INTERLEAVED, ZBV, DUALPIPEV, SELECTIVE = 2, 3, 4, 2
 
 def missing_parts(model: Model) -> list[str]:
     """Return the names of the parts of a model that predictions do not have."""
-    return [
-        *["sparse attention"] * (model.indexer is not None),
-        *["latent experts"] * (model.moe_latent_size is not None),
-        *["repeated layers"] * (model.once is not model),
-    ]
+    return ["sparse attention"] * any(each.indexer is not None for each in attention_counts(model))
 
 
 def is_plain(model: Model) -> bool:
     """Return whether all layers have attention over all tokens, not latent and without a gate, and the same order."""
-    return not (model.layers or model.multi_latent_attention or model.attention_output_gate)
+    return not model.layers and all(type(each) is Attention and not each.gate for each in mixer_counts(model))
 
 
 def parts(columns: Columns) -> IntArray:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+from flagcore_models.layers import experts_of, layer_counts
+from flagcore_models.mixers.attention import Attention
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
 from flagcore_training.memory.training import InUse, in_use
@@ -23,7 +25,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore_trainers import fully_shard as fs
-from flagcore_trainers.fully_shard import memory, traffic
+from flagcore_trainers.fully_shard import memory, traffic, weights
 from flagcore_trainers.fully_shard.traffic import BATCH_ROWS, INTERVAL, TRIAL, Program
 
 ADAM_TRAFFIC = 40.0
@@ -78,13 +80,13 @@ def predictions(train: Training, costs: Costs, used: InUse, time_s: dict[str, Fl
 
 def memory_job(
     task: Task, columns: Columns, *, fused_norm: bool, compiled_loss: bool = False, sends_stay: bool = False
-) -> memory.MemoryInputs:
+) -> weights.MemoryInputs:
     """Return what the memory of candidates depends on."""
     layout = layout_of(task, columns)
     size, schedule = np.broadcast_arrays(columns[fs.PP], columns[fs.SCHEDULE])
     value_bytes = 4.0 if task.spec.train.precision == "fp32" else 2.0
     reduced = np.where((columns[fs.REDUCE] == 2) & (value_bytes == 2.0), 2.0, 4.0)
-    return memory.MemoryInputs(
+    return weights.MemoryInputs(
         model=task.spec.model,
         value_bytes=value_bytes,
         ranks=columns[fs.SHARD] * layout.context,
@@ -95,7 +97,7 @@ def memory_job(
         reshard=columns[fs.RESHARD] > 0,
         checkpointing=(columns[fs.AC] - 1).astype(np.float64),
         reduce_bytes=reduced,
-        main_bytes=np.where(columns[fs.STATES] == 2, 2.0, memory.MAIN_BYTES),
+        main_bytes=np.where(columns[fs.STATES] == 2, 2.0, weights.MAIN_BYTES),
         offload=columns[fs.OFFLOAD] > 0,
         replicated=columns[fs.REPLICATE] > 1,
         expert=layout.expert,
@@ -120,7 +122,7 @@ def layout_of(task: Task, columns: Columns) -> Layout:
         virtual=ones + ((columns[fs.PP] > 1) & (columns[fs.SCHEDULE] == fs.INTERLEAVED)),
         context=count[fs.CP],
         expert=count[fs.EP],
-        expert_tensor=ones if task.spec.model.num_moe_experts else count[fs.TP],
+        expert_tensor=ones if experts_of(task.spec.model) else count[fs.TP],
         expert_groups=zeros,
         micro_batch=count[fs.MBS],
         microbatches=np.maximum(task.spec.train.global_batch_size // samples, 1.0),
@@ -179,7 +181,7 @@ def _times(
     train: Training,
     layout: Layout,
     costs: Costs,
-    job: memory.MemoryInputs,
+    job: weights.MemoryInputs,
     columns: Columns,
     program: Program,
     *,
@@ -191,7 +193,7 @@ def _times(
     again = np.select([columns[fs.AC] == 1, columns[fs.AC] == 2], [0.0, selective_share(train)], 1.0)
     time_s = {name: plain[name] + again * (full[name] - plain[name]) for name in plain}
     u = float(train.value_bytes)
-    weights, share = memory.stage_weights(job)
+    gathered, share = weights.stage_weights(job)
     gathers = 1.0 + job.reshard
     # The shared formulas assume an fp32 buffer of gradients per weight. FSDP2 copies out weights, and gradients in; a
     # pipeline adds gradients up in a buffer.
@@ -199,7 +201,7 @@ def _times(
     if job.adapter is None:
         copied = copied + u + job.reduce_bytes - ACCUMULATION_BYTES[False]
     copied = np.where(job.pipeline > 1, 0.0, copied)
-    extra = kernels.memory_seconds(np.abs(copied) * weights) * np.sign(copied)
+    extra = kernels.memory_seconds(np.abs(copied) * gathered) * np.sign(copied)
     extra = extra + traffic.seconds(
         train,
         in_time(train, layout),
@@ -207,7 +209,7 @@ def _times(
         program,
         checkpointing=job.checkpointing,
         again=again,
-        weights=memory.layers_of_rank(job)[0],
+        weights=weights.layers_of_rank(job)[0],
         compiled=compiled,
     )
     time_s["compute_s"] = time_s["compute_s"] + layout.microbatches * extra * costs.run_slowdown
@@ -217,30 +219,35 @@ def _times(
     wait = replica_wait(train, layout, costs, time_s, plain=plain, each_micro_batch=True)
     longest = {name: seconds * (1.0 + wait / on_replica(time_s)) for name, seconds in time_s.items()}
     time_s["dp_comm_exposed_s"] = _exchange(train, layout, costs, job, columns, again, longest) + wait
-    trained = share if job.adapter is None else memory.trained_of_rank(job)[1]
+    trained = share if job.adapter is None else weights.layers_of_rank(job, only_trained=True)[1]
     time_s["optimizer_s"] = _update(costs, job, trained)
     return time_s
 
 
 def selective_share(train: Training) -> float:
-    """Return the share of a layer's forward that selective checkpoints compute again.
+    """Return the share of the layers' forward that selective checkpoints compute again.
 
-    Of the matrix products, these are keys, the output projection and the second half of a gated block. The attention
-    core is stored.
+    Of the matrix products, these are the second, fourth, ... of a mixer, such as keys and the output projection, and
+    the second half of a gated block. The attention core is stored.
     """
-    model, h = train.model, train.model.hidden_size
-    query, key = (count * model.kv_channels for count in (model.num_attention_heads, model.num_query_groups))
-    ffn = h * model.ffn_hidden_size
-    again = h * key + h * query + ffn * model.gated_linear_unit
-    products = 2.0 * h * (query + key) + ffn * (2.0 + model.gated_linear_unit)
-    return again / (products + train.sequence * query)
+    hidden, again, total = train.model.hidden_size, 0.0, 0.0
+    for layer, number in layer_counts(train.model).items():
+        if mixer := layer.mixer:
+            products = [each.inputs * out.width for each in mixer.products(hidden) for out in each.layers]
+            core = mixer.core_flops(float(train.sequence)) / 2.0
+            again += number * (sum(products[1::2]) + core * (not isinstance(mixer, Attention)))
+            total += number * (sum(products) + core)
+        if network := layer.network:
+            again += number * hidden * network.active_width * network.gated
+            total += number * hidden * network.active_width * (2.0 + network.gated)
+    return again / total
 
 
 def _exchange(
     train: Training,
     layout: Layout,
     costs: Costs,
-    job: memory.MemoryInputs,
+    job: weights.MemoryInputs,
     columns: Columns,
     again: FloatArray,
     time_s: dict[str, FloatArray],
@@ -250,9 +257,7 @@ def _exchange(
     The next layer's weights are gathered, and the last layer's gradients reduced, beside a layer's kernels. The first
     gather and the last reduction of a pass are beside nothing.
     """
-    _layer, table, _rest = memory.unit_weights(job)
-    layers = [(weights, number / job.pipeline) for weights, number in memory.units(job)]
-    experts, expert_layers = memory.expert_weights(job), job.expert_layers / job.pipeline
+    model, table, own = train.model, weights.table_weights(job), weights.root_weights(job)[1]
     owners = (_integers(job.ranks / job.expert), _integers(job.expert))
     u = float(train.value_bytes)
     ring = (_integers(job.ranks), _integers(layout.tensor))
@@ -266,20 +271,21 @@ def _exchange(
         across = seconds("all_reduce", job.reduce_bytes * weights / ring[0], *replicas)
         return seconds("reduce_scatter", job.reduce_bytes * weights, *ring) + across
 
-    ends = 1.0 + train.model.untie_embeddings_and_output_weights * ((job.pipeline == 1) | (job.schedule >= fs.ZBV))
-    body = (
-        sum((gather(each) * number for each, number in layers), np.zeros(())) + gather(experts, owners) * expert_layers
-    )
+    ends = 1.0 + model.untie_embeddings_and_output_weights * ((job.pipeline == 1) | (job.schedule >= fs.ZBV))
+    body = reduced = np.zeros(())
+    for layer, count in layer_counts(model).items():
+        unit, number = job.units[layer], count / job.pipeline
+        body = body + gather(unit.weights) * number
+        reduced = reduced + reduce(unit.trained) * number
+        if unit.experts.any():
+            body = body + gather(unit.experts, owners) * number
+            reduced = reduced + reduce(unit.trained_experts, owners) * number
+    table_gradient = table * (job.adapter is None)
     forward = body + gather(table, unit=u) * ends
-    trained, table_gradient = [*layers, (experts, expert_layers)], table
-    rings = [*[ring] * len(layers), owners]
-    if job.adapter is not None:
-        counts = [(memory.trained_units(job, kind), number) for kind, number in memory.kinds(train.model).items()]
-        trained = [(each, number / job.pipeline) for pair, number in counts for each in pair]
-        rings, table_gradient = [ring, owners] * len(counts), 0.0 * table
-    backward = job.reshard * body + reduce(table_gradient) * ends
-    for (each, number), of_ring in zip(trained, rings, strict=True):
-        backward = backward + reduce(each, of_ring) * number
+    backward = job.reshard * body + reduced + reduce(table_gradient) * ends
+    if own.any():
+        forward = forward + gather(own, unit=u)
+        backward = backward + reduce(own * (job.adapter is None))
     is_staged = job.pipeline > 1
     times = np.where(is_staged, 1.0, layout.microbatches)
     if costs.synchronous:  # the host computes and sends
@@ -306,10 +312,10 @@ def _busy(layout: Layout, time_s: dict[str, FloatArray]) -> FloatArray:
     return total
 
 
-def _update(costs: Costs, job: memory.MemoryInputs, shard: FloatArray) -> FloatArray:
+def _update(costs: Costs, job: weights.MemoryInputs, shard: FloatArray) -> FloatArray:
     """Return the seconds of the optimizer step on `shard` weights of a rank."""
     main = job.main_bytes
-    on_device = costs.kernels.memory_seconds(ADAM_TRAFFIC * (main / memory.MAIN_BYTES) * shard)
+    on_device = costs.kernels.memory_seconds(ADAM_TRAFFIC * (main / weights.MAIN_BYTES) * shard)
     if not job.offload.any():
         return on_device
     copies = costs.kernels.host_copy_seconds(2.0 * main * shard)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
+from flagcore_models.layers import attention_counts, mixer_counts, network_counts
 from flagcore_training.layout import Layout, Training
 
 from flagcore.contracts import AttentionShape, Costs, KernelCosts
@@ -84,53 +85,46 @@ def seconds(
     `again`: the share of a layer's forward that the shared formulas compute again. Selective checkpoints compute all of
     it again but for some products.
     """
-    layers, repeats = train.model.num_layers / layout.pipeline, 1.0 * (checkpointing > 0)
+    repeats = 1.0 * (checkpointing > 0)
     forward, backward, fused = _separate_bytes(train, layout, program, compiled=compiled)
     moved = forward * (1.0 + repeats) + backward + fused * (repeats - again)
     once = _once_bytes(train, layout, weights, compiled=compiled and program.compiled_loss)
-    found = kernels.memory_seconds(moved * layers + once)
+    found = kernels.memory_seconds(moved / layout.pipeline + once)
     if program.masked:
-        found = found + layers * (layout.context > 1) * _masked_seconds(train, layout, kernels, checkpointing)
+        masked = _masked_seconds(train, layout, kernels, checkpointing)
+        found = found + (layout.context > 1) * masked / layout.pipeline
     return found
 
 
 def _separate_bytes(
     train: Training, layout: Layout, program: Program, *, compiled: bool
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return bytes per layer and micro-batch: beyond one kernel each in forward and in backward, and of forward."""
+    """Return bytes of all layers per micro-batch: beyond one kernel each in forward and in backward, and of forward."""
     model, tokens = train.model, layout.tokens(train.sequence)
-    hidden = train.value_bytes * model.hidden_size * tokens
     rows = train.value_bytes * model.hidden_size * layout.token_rows(train.sequence)
-    rotated = (model.num_attention_heads + model.num_query_groups) * model.kv_channels
-    if model.multi_latent_attention:
-        rotated = (model.num_attention_heads + 1) * (model.qk_pos_emb_head_dim or 0)
-    attention = model.attention_layers / model.num_layers
-    networks = sum(model.feed_forward_layers(kind) for kind in ("dense", "experts")) / model.num_layers
-    mixers = sum(model.mixers.values()) / model.num_layers
-    full = model.ffn_hidden_size
-    if model.num_moe_experts:
-        each = model.moe_ffn_hidden_size or model.ffn_hidden_size
-        full = model.moe_router_topk * each + (model.moe_shared_expert_intermediate_size or 0)
-    width = full / layout.tensor
-    tensors = {
-        "norm": (mixers + networks) * rows,
-        "activation": networks * (train.value_bytes * width * tokens),
-        "rotation": attention * (train.value_bytes * rotated * tokens / layout.tensor),
-    }
-    passes = dict(FUSED)
-    if not compiled:
-        passes["rotation"] = program.rotation
-        passes["activation"] = SEPARATE_ACTIVATION if model.gated_linear_unit else FUSED["activation"]
-        passes["norm"] = FUSED["norm"] if program.fused_norm else SEPARATE_NORM
+    scale = train.value_bytes * tokens / layout.tensor
+    attention, networks = attention_counts(model), network_counts(model)
+    blocks = sum(mixer_counts(model).values()) + sum(networks.values())
+    rotated = sum(number * each.rotated for each, number in attention.items())
+    norm = FUSED["norm"] if compiled or program.fused_norm else SEPARATE_NORM
+    tensors = [
+        (norm, FUSED["norm"], blocks * rows),
+        (FUSED["rotation"] if compiled else program.rotation, FUSED["rotation"], rotated * scale),
+    ]
+    widths = summed = 0.0
+    for network, number in networks.items():
+        passes = SEPARATE_ACTIVATION if network.gated and not compiled else FUSED["activation"]
+        tensors.append((passes, FUSED["activation"], number * network.active_width * scale))
+        widths, summed = widths + number * network.active_width, summed + number * network.gated
 
     def total(each: int, *, beyond: bool) -> FloatArray:
-        parts = ((passes[name][each] - FUSED[name][each] * beyond) * tensors[name] for name in FUSED)
-        return sum(parts, np.zeros(()))
+        return sum(((own[each] - fused[each] * beyond) * size for own, fused, size in tensors), np.zeros(()))
 
-    sums = GRADIENT_SUMS[compiled] * (2.0 * attention + networks * model.gated_linear_unit) * hidden
-    inputs = (3.0 * model.hidden_size + width) * tokens * (train.precision == "fp8")
-    forward, residual = total(0, beyond=True), 3.0 * rows
-    return forward, total(1, beyond=True) + sums + CAST_BYTES[0] * inputs, total(0, beyond=False) - forward + residual
+    sums = GRADIENT_SUMS[compiled] * (2.0 * sum(attention.values()) + summed)
+    inputs = (3.0 * model.hidden_size * model.num_layers + widths / layout.tensor) * tokens * (train.precision == "fp8")
+    forward, residual = total(0, beyond=True), 3.0 * model.num_layers * rows
+    backward = total(1, beyond=True) + sums * train.value_bytes * model.hidden_size * tokens
+    return forward, backward + CAST_BYTES[0] * inputs, total(0, beyond=False) - forward + residual
 
 
 def _once_bytes(train: Training, layout: Layout, weights: FloatArray, *, compiled: bool) -> FloatArray:
@@ -142,15 +136,16 @@ def _once_bytes(train: Training, layout: Layout, weights: FloatArray, *, compile
 
 
 def _masked_seconds(train: Training, layout: Layout, kernels: KernelCosts, checkpointing: FloatArray) -> FloatArray:
-    """Return the seconds per layer and micro-batch that scores need which a mask hides."""
-    model, ones = train.model, np.ones_like(layout.tensor)
-    heads, groups = model.num_attention_heads / layout.tensor, model.num_query_groups / layout.tensor
-    sizes = {"queries": train.sequence * ones, "keys": train.sequence * ones, "head_dim": model.kv_channels * ones}
-    shape = AttentionShape(batch=layout.micro_batch, heads=heads, groups=groups, kernel="flash", **sizes)
+    """Return the seconds of all layers per micro-batch that scores need which a mask hides."""
+    total, ones = np.zeros_like(layout.tensor), np.ones_like(layout.tensor)
     precision = train.precision if train.value_bytes == 4 else "bf16"
-    forward = kernels.attention_seconds(shape, precision) * (1.0 + (checkpointing == 2))
-    total: FloatArray = (forward + kernels.attention_backward_seconds(shape, precision)) / layout.context
-    return total * (model.attention_layers / model.num_layers)
+    for mixer, number in attention_counts(train.model).items():
+        heads, groups = (count / layout.tensor for count in (mixer.num_heads, mixer.groups))
+        sizes = {"queries": train.sequence * ones, "keys": train.sequence * ones, "head_dim": mixer.head_dim * ones}
+        shape = AttentionShape(batch=layout.micro_batch, heads=heads, groups=groups, kernel="flash", **sizes)
+        forward = kernels.attention_seconds(shape, precision) * (1.0 + (checkpointing == 2))
+        total = total + number * (forward + kernels.attention_backward_seconds(shape, precision)) / layout.context
+    return total
 
 
 @dataclass(frozen=True)

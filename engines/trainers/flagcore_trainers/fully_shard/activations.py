@@ -1,0 +1,223 @@
+"""Activations of the layers of a program on `fully_shard`: what autograd stores for the operators of plain layers of
+torch, and the bytes at the moments of their backward. Counted in torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from flagcore_models.layers import Layer, layer_counts
+from flagcore_models.mixers.attention import Attention
+from flagcore_models.mixers.latent_attention import LatentAttention
+from flagcore_models.networks.experts import Experts
+from flagcore_training.adapters import has_adapter
+
+from flagcore.domain.model import Mixer, Network
+from flagcore.domain.space import FloatArray
+from flagcore.domain.spec import Adapter
+from flagcore_trainers.fully_shard.weights import MemoryInputs, part_weights, trained_weights, widths
+
+ROUTER_BYTES, COPY_BYTES = 6.0, 26.0
+"""Bytes that a router stores per token and expert (scores, and probabilities in fp32), and per copy of a token
+(indices and weights). Counted."""
+NORM_VALUES = {2.0: 14.0, 4.0: 5.0}
+"""Values per element that the backward of a norm without a fused kernel allocates, in values of 2 or 4 bytes. Counted
+in torch 2.13."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerActivations:
+    """Bytes of a layer for one micro-batch: `stored` before backward, and at moments of `backward` above all stored."""
+
+    stored: FloatArray
+    backward: tuple[FloatArray, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes of activations of one micro-batch.
+
+    `stored`: of all layers before backward. `layers`: of each kind of layer. `hidden`: the tensor between layers, which
+    is the input of a layer. `head_input`: what the head and the norm before it store. `norm`: of the backward of a
+    norm. `gradients`: of the outputs of all products and norms.
+    """
+
+    stored: FloatArray
+    layers: Mapping[Layer, LayerActivations]
+    hidden: FloatArray
+    head_input: FloatArray
+    norm: FloatArray
+    gradients: FloatArray
+
+    @property
+    def backward(self) -> Iterator[FloatArray]:
+        """Yield the bytes at all moments of the backward of layers."""
+        return (moment for each in self.layers.values() for moment in each.backward)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PartBytes:
+    """Bytes of a mixer or network for one micro-batch.
+
+    `stored`: besides its input. `kept`: with selective checkpoints, of which `shared` are among those stored.
+    `moments`: at which its backward may need the most, above what its layer still stores. `gradients`: of its weights,
+    while the backward of the part before it runs.
+    """
+
+    stored: FloatArray
+    kept: FloatArray
+    shared: FloatArray
+    moments: tuple[FloatArray, ...] = ()
+    gradients: FloatArray | float = 0.0
+
+
+def activations(job: MemoryInputs) -> Activations:
+    """Return the bytes that a rank without a pipeline stores and allocates.
+
+    A table of embeddings that each layer has of its own gives two tensors, which stay until the end of backward:
+    before a norm and after it (transformers 5.24 `models/gemma3n`, `project_per_layer_inputs`).
+    """
+    model, u, tensor = job.model, job.value_bytes, job.tensor
+    whole = u * model.hidden_size * job.tokens
+    hidden = np.where(job.split_tokens, whole / tensor, whole)
+    norm = hidden * (NORM_VALUES[u] if not job.fused_norm else 2.0)
+    found, gradients = dict[Layer, LayerActivations](), np.zeros_like(tensor)
+    stored = 2.0 * u * model.num_layers * model.layer_embedding_size * job.tokens
+    for layer, number in layer_counts(model).items():
+        found[layer] = _layer_activations(job, layer, hidden, whole, norm)
+        stored = stored + found[layer].stored * number
+        gradients = gradients + number * (_output_bytes(job, layer) + len(layer.parts) * (hidden + whole))
+    return Activations(
+        stored=stored,
+        layers=found,
+        hidden=hidden * model.residual_streams,
+        head_input=hidden + whole,
+        norm=norm,
+        gradients=gradients,
+    )
+
+
+def _output_bytes(job: MemoryInputs, layer: Layer) -> FloatArray:
+    """Return the bytes of the outputs of a layer's products but those that leave its parts."""
+    total = np.zeros_like(job.tensor)
+    for product in layer.mixer.products(job.model.hidden_size) if layer.mixer else ():
+        if product.split != "inputs":
+            total = total + sum(widths(job, product))
+    if layer.network:
+        total = total + (1.0 + layer.network.gated) * layer.network.active_width / job.tensor
+    return job.value_bytes * job.tokens * total
+
+
+def _layer_activations(
+    job: MemoryInputs, layer: Layer, hidden: FloatArray, whole: FloatArray, norm: FloatArray
+) -> LayerActivations:
+    """Return the bytes of a layer of one kind. `hidden` and `whole`: of its input, on a rank and in a tensor group.
+
+    The backward of a layer with its own embeddings has the inputs of its two products and of a norm, and a product of
+    their width. A connection of several residual streams stores all of them.
+    """
+    u, blocks, streams = job.value_bytes, len(layer.parts), job.model.residual_streams
+    mixer, network = _mixer(job, layer.mixer, hidden), _network(job, layer.network, hidden, whole, norm)
+    between = hidden * streams
+    full = blocks * (hidden + whole + between * (streams > 1)) + mixer.stored + network.stored
+    if own := job.model.layer_embedding_size:
+        full = full + 2.0 * hidden + 3.0 * u * own * job.tokens
+    if job.adapter:
+        full = full + _adapter_bytes(job, layer, job.adapter, whole)
+    # Selective checkpoints store every second product, the outputs of attention and of the block, and what tensor
+    # parallelism scatters: the outputs of both blocks.
+    selective = between + mixer.kept + network.kept + whole + 2.0 * hidden * (job.tensor > 1)
+    stored = np.select([job.checkpointing == 0, job.checkpointing == 1], [full, selective], between)
+    again = np.where(job.checkpointing > 0, full, 0.0) - np.where(job.checkpointing == 2, between, 0.0)
+    again = np.where(job.checkpointing == 1, full - between - mixer.shared - network.shared, again)
+    left = again - network.stored - (hidden + whole) * (layer.network is not None) + network.gradients
+    moments = [again + each for each in network.moments] + [left + each for each in mixer.moments]
+    return LayerActivations(stored, tuple(moments))
+
+
+def _network(
+    job: MemoryInputs, network: Network | None, hidden: FloatArray, whole: FloatArray, norm: FloatArray
+) -> _PartBytes:
+    """Return the bytes of a network: with a gate, of the gate, its silu, the other half and the product."""
+    none = np.zeros_like(job.tensor)
+    if network is None:
+        return _PartBytes(stored=none, kept=none, shared=none)
+    u, h, rows, is_trained = job.value_bytes, job.model.hidden_size, job.tokens / job.tensor, job.adapter is None
+    gate, matrices = (4.0, 3.0) if network.gated else (2.0, 2.0)
+    width = u * network.active_width * rows
+    if isinstance(network, Experts):
+        # The backward begins with gradients of the experts' outputs and of their weights. At the end, what experts
+        # stored is free but for gradients of their inputs, and gradients of all weights wait until they are stacked.
+        copies = network.chosen * rows
+        inside, routed = gate * u * network.width * copies, u * network.expert_width(h) * copies
+        scores = ROUTER_BYTES * network.count * rows + COPY_BYTES * copies
+        others = (gate * network.shared + 2.0 * network.latent) * u * rows
+        experts = u * trained_weights(job, network)[1]
+        ends = hidden + experts * (1.0 + 1.0 / matrices) - inside - routed
+        return _PartBytes(
+            stored=inside + 2.0 * routed + others + scores,
+            kept=width,
+            shared=width,
+            moments=(3.0 * routed + hidden, ends),
+            gradients=experts + u * part_weights(job, network)[0] * is_trained,
+        )
+    weights = u * h * network.width / job.tensor * is_trained
+    at_gate = (gate - 2.0) * width + hidden + weights + whole * (job.tensor > 1)
+    waiting = weights * (matrices if job.gradients_wait else 1.0)
+    return _PartBytes(
+        stored=gate * width,
+        kept=width,
+        shared=width,
+        moments=(at_gate, waiting + norm + hidden - gate * width - whole),
+        gradients=waiting * job.gradients_wait,
+    )
+
+
+def _adapter_bytes(job: MemoryInputs, layer: Layer, adapter: Adapter, whole: FloatArray) -> FloatArray:
+    """Return what a layer stores beside its adapters, less the inputs of frozen layers without one.
+
+    Experts are left out.
+    """
+    u, total = job.value_bytes, np.zeros_like(job.tensor)
+    for part in layer.parts:
+        products = [each for each in part.products(job.model.hidden_size) if each.adapts]
+        names = [each.name for product in products if product.split != "inputs" for each in product.layers]
+        total = total - whole * (not has_adapter(adapter, *names))
+        if isinstance(part, Experts):
+            continue
+        if isinstance(part, Network) and not has_adapter(adapter, "down_proj"):
+            total = total - u * part.width * job.tokens / job.tensor
+        found = [each for product in products for each in product.layers if has_adapter(adapter, each.name)]
+        outputs = sum(each.width for each in found) * job.dora_stored * (adapter.kind == "dora")
+        total = total + u * job.tokens * (len(found) * adapter.rank + outputs / job.tensor)
+    return total
+
+
+def _mixer(job: MemoryInputs, mixer: Mixer | None, hidden: FloatArray) -> _PartBytes:
+    """Return the bytes of a mixer. Its backward has the gradients of what its kernels stored and of the outputs of its
+    products, but that of plain attention, which never needs the most. Selective checkpoints keep every second product,
+    and the output of attention.
+    """
+    u, rows, none = job.value_bytes, job.tokens / job.tensor, np.zeros_like(job.tensor)
+    if mixer is None:
+        return _PartBytes(stored=none, kept=none, shared=none)
+    products = mixer.products(job.model.hidden_size)
+    kept = u * job.tokens * sum([width for each in products for width in widths(job, each)][::2], none)
+    if not isinstance(mixer, Attention):
+        outputs = u * sum(each.outputs for each in products) * rows
+        return _PartBytes(stored=u * mixer.saved * rows, kept=kept, shared=none, moments=(2.0 * hidden + outputs,))
+    sizes = mixer.query_width, mixer.key_width, mixer.value_width, mixer.attended
+    query, key, value, attended = (u * each * rows for each in sizes)
+    softmax, is_normed = 4.0 * mixer.num_heads * rows, mixer.qk_norm
+    kept = kept + attended + softmax
+    stored = query + attended + softmax + 2.0 * attended * mixer.gate  # the gate, and the output times the gate
+    if not isinstance(mixer, LatentAttention):  # all context-parallel ranks' keys and values, unless an earlier layer's
+        keys = (key + value) * job.context * (mixer.projections > 0)
+        return _PartBytes(stored=stored + keys + (query + key) * is_normed, kept=kept, shared=attended)
+    compressed = u * job.tokens * ((mixer.query_rank + mixer.latent_rank) * (1.0 + is_normed) + mixer.rope_dim)
+    expanded = u * mixer.expanded * rows  # values are a part of this tensor
+    stored = stored + compressed + (query + expanded) * job.context
+    work = 2.0 * hidden + 2.0 * query + expanded + attended
+    return _PartBytes(stored=stored, kept=kept, shared=attended, moments=(work,))

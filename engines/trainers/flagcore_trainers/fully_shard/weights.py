@@ -1,0 +1,189 @@
+"""The weights of one rank of a program on `fully_shard`: sums over the linear layers of a model's parts.
+
+Each weight is sharded by rows, so its rows are padded to a multiple of the ranks that share it. Tensor parallelism by
+DTensor divides the rows or the columns of a weight, also of heads, evenly. Source: torch 2.13
+`distributed/fsdp/_fully_shard/_fsdp_param.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+from flagcore_models.layers import Layer, layer_counts, layer_embeddings
+from flagcore_training.adapters import BASE_BYTES, linears, weights_beside
+from flagcore_training.memory.adapters import DORA_STORED
+
+from flagcore.domain.model import Model, Part, Product
+from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore.domain.spec import Adapter
+from flagcore_trainers.fully_shard import ZBV
+
+Rows: TypeAlias = list[tuple[FloatArray | float, FloatArray | float]]
+"""The numbers of rows and of columns of weights."""
+Pair: TypeAlias = tuple[FloatArray, FloatArray]
+"""Two numbers of weights: of a layer or part without routed experts, and of the routed experts of a rank."""
+
+MAIN_BYTES = 4.0
+"""Bytes per sharded weight in fp32. A sharded gradient and each of both moments of Adam have the same format."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryInputs:
+    """What the memory of candidates depends on. Arrays have one element per candidate.
+
+    `ranks`: ranks that share each weight, of which `expert` have different experts.
+    `replicated`: whether gradients are also summed over replicas.
+    `schedule`: the code of the schedule of a pipeline, as in `space`.
+    `checkpointing`: 0 none, 1 selective, 2 full. `reduce_bytes`: bytes of a gradient while it is reduced, and
+    `main_bytes` of a sharded weight, of its gradient, and of each moment of Adam.
+    `value_bytes`: bytes of an activation. `fused_norm`: whether norms are one kernel.
+    `compiled_loss`: whether the loss is one kernel per pass, which reads and writes 16-bit logits.
+    `split_tokens`: whether tensor-parallel ranks divide the tokens between blocks.
+    `gradients_wait`: whether the gradients of a layer's weights wait until all are there, to be reduced together.
+    `adapter`: the adapters that are trained; the other weights are then frozen, in the format of activations.
+    `dora_stored`: outputs that DoRA stores.
+    `sends_stay`: whether a send keeps its tensor until the schedule drops it, as Gloo's does. NCCL frees what is sent.
+    """
+
+    model: Model
+    value_bytes: float
+    ranks: FloatArray
+    tensor: FloatArray
+    context: FloatArray
+    tokens: FloatArray
+    microbatches: FloatArray
+    reshard: BoolArray
+    checkpointing: FloatArray
+    reduce_bytes: FloatArray
+    offload: BoolArray
+    replicated: BoolArray
+    expert: FloatArray
+    pipeline: FloatArray
+    schedule: IntArray
+    fused_norm: bool = True
+    compiled_loss: bool = False
+    split_tokens: BoolArray | bool = True
+    gradients_wait: bool = True
+    sends_stay: bool = False
+    adapter: Adapter | None = None
+    dora_stored: float = DORA_STORED
+    main_bytes: FloatArray | float = MAIN_BYTES
+
+    @property
+    def base_bytes(self) -> float:
+        """The bytes of a gathered weight of a layer."""
+        is_narrow = self.adapter is not None and self.adapter.base is not None
+        return BASE_BYTES[str(self.adapter and self.adapter.base)] if is_narrow else self.value_bytes
+
+    @cached_property
+    def units(self) -> Mapping[Layer, Unit]:
+        """The units of each distinct layer."""
+        return {layer: Unit.of(self, layer) for layer in layer_counts(self.model)}
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The padded numbers of weights of a layer without its routed experts, and of a rank's routed experts: all of them,
+    and those that are trained.
+    """
+
+    weights: FloatArray
+    experts: FloatArray
+    trained: FloatArray
+    trained_experts: FloatArray
+
+    @classmethod
+    def of(cls, job: MemoryInputs, layer: Layer) -> Unit:
+        blocks: Rows = [(job.model.hidden_size, 1), (job.model.residual_weights, 1)]
+        none = np.zeros_like(job.ranks)
+        total = [_padded(blocks * len(layer.parts) + _embedding_rows(job)[2:], job.ranks), none, none, none]
+        for part in layer.parts:
+            found = *part_weights(job, part), *trained_weights(job, part)
+            total = [sum_ + each for sum_, each in zip(total, found, strict=True)]
+        return cls(*total) if job.adapter else cls(*total[:2], *total[:2])
+
+
+def widths(job: MemoryInputs, product: Product) -> Iterator[FloatArray | float]:
+    """Yield the outputs of each linear layer of a product on a tensor-parallel rank."""
+    return (each.width / job.tensor if product.split == "outputs" else float(each.width) for each in product.layers)
+
+
+def part_weights(job: MemoryInputs, part: Part) -> Pair:
+    """Return the padded numbers of weights of a part on a tensor-parallel rank. Ranks have experts whole."""
+    rows: Rows = [(part.other_weights / job.tensor, 1), *((width, 1) for width in part.norms)]
+    experts: Rows = []
+    for product in part.products(job.model.hidden_size):
+        if product.component == "experts":
+            columns = product.inputs + product.bias
+            experts += [(product.copies / job.expert, each.width * columns) for each in product.layers]
+            continue
+        for outputs in widths(job, product):
+            rows += [(outputs, product.inner(job.tensor))] + [(outputs, 1)] * product.bias
+    return _padded(rows, job.ranks), _padded(experts, job.ranks / job.expert)
+
+
+def trained_weights(job: MemoryInputs, part: Part) -> Pair:
+    """Return the numbers of trained weights of a part: all of them, or those of adapters."""
+    if (adapter := job.adapter) is None:
+        return part_weights(job, part)
+    others = experts = np.zeros_like(job.ranks)
+    for product in part.products(job.model.hidden_size):
+        beside = product.copies * weights_beside(adapter, linears([product]))
+        if product.component == "experts":
+            experts = experts + beside / job.expert
+        else:
+            others = others + beside / job.tensor
+    return others, experts
+
+
+def table_weights(job: MemoryInputs) -> FloatArray:
+    """Return the padded number of weights of the embedding, or of the head, on a tensor-parallel rank."""
+    return _padded([(job.model.vocab_size / job.tensor, job.model.hidden_size)], job.ranks)
+
+
+def root_weights(job: MemoryInputs) -> Pair:
+    """Return the padded numbers of weights of the unit of all other modules: of the final norm, and of the table of the
+    embeddings that each layer has of its own, with their projection.
+    """
+    return _padded([(job.model.hidden_size, 1)], job.ranks), _padded(_embedding_rows(job)[:2], job.ranks)
+
+
+def _embedding_rows(job: MemoryInputs) -> Rows:
+    """Return the weights of layers' own embeddings: two of all layers together, and two of each layer."""
+    return [(each.outer(job.tensor), each.inner(job.tensor)) for each in layer_embeddings(job.model)]
+
+
+def own_counts(model: Model) -> Iterator[tuple[Layer, int]]:
+    """Yield the distinct layers of a model with weights of their own, with the number of each."""
+    return ((layer, number) for layer, number in layer_counts(model).items() if not layer.repeats)
+
+
+def layers_of_rank(job: MemoryInputs, *, only_trained: bool = False) -> tuple[FloatArray, FloatArray]:
+    """Return the numbers of weights of all layers of a stage, gathered, and of a rank's share of them: all of them, or
+    those that are trained.
+    """
+    whole = share = np.zeros_like(job.ranks)
+    for layer, number in own_counts(job.model):
+        unit = job.units[layer]
+        weights, experts = (unit.trained, unit.trained_experts) if only_trained else (unit.weights, unit.experts)
+        whole = whole + number * (weights + experts)
+        share = share + number * (weights + experts * job.expert) / job.ranks
+    return whole / job.pipeline, share / job.pipeline
+
+
+def stage_weights(job: MemoryInputs) -> tuple[FloatArray, FloatArray]:
+    """Return the numbers of weights of the rank of a pipeline that has the most, gathered, and of its share of them."""
+    table, (norm, own) = table_weights(job), root_weights(job)
+    is_folded = (job.schedule >= ZBV) | (job.pipeline == 1)
+    both = table * (1.0 + (is_folded & job.model.untie_embeddings_and_output_weights)) + np.where(is_folded, norm, 0.0)
+    edges = np.maximum(both + own, np.where(is_folded, 0.0, table + norm))
+    whole, share = layers_of_rank(job)
+    return whole + edges, share + edges / job.ranks
+
+
+def _padded(rows: Rows, ranks: FloatArray) -> FloatArray:
+    return sum((np.ceil(count / ranks) * ranks * columns for count, columns in rows), np.zeros_like(ranks))
