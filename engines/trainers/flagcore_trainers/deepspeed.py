@@ -4,6 +4,7 @@ Sources: DeepSpeed 0.19 `runtime/config.py`, `runtime/zero/config.py` and `runti
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,15 @@ from typing import Any
 
 import numpy as np
 from flagcore_importers.dialect import SUFFIXES
-from flagcore_models.layers import attention_counts, experts_of, layer_embeddings
+from flagcore_models.layers import (
+    attention_counts,
+    connections,
+    expert_count,
+    layer_embeddings,
+    mixer_counts,
+    product_counts,
+    without_repeats,
+)
 from flagcore_training.adapters import as_noted
 from flagcore_training.commands import parse
 from flagcore_training.lengths import length_warnings
@@ -31,7 +40,6 @@ from flagcore.spec.plain_data import package_yaml
 from flagcore_trainers import start
 from flagcore_trainers.fully_shard import AC
 from flagcore_trainers.fully_shard.traffic import INTERVAL, with_torch_attention
-from flagcore_trainers.fully_shard.weights import own_counts
 from flagcore_trainers.importing import DEEPSPEED as DEEPSPEED_SETTINGS
 from flagcore_trainers.importing import (
     Imported,
@@ -314,13 +322,12 @@ micro-batches of 256 to 768 tokens need 0.2 to 0.5 ms more."""
 
 def small_weights(model: Model) -> int:
     """Return the number of weights in tensors that each rank of ZeRO 3 keeps whole, as they are small."""
-    h = model.hidden_size
-    sizes = [(h, 1), (model.vocab_size * h, 1 + model.untie_embeddings_and_output_weights)]
-    sizes += [(each.inputs * each.outputs, each.copies) for each in layer_embeddings(model)]
-    for part, number in ((part, number) for layer, number in own_counts(model) for part in layer.parts):
-        sizes += [(h, number), (part.other_weights, number)]
-        for product in part.products(h):
-            sizes += [(product.inputs * each.width, number * product.copies) for each in product.layers]
+    h, own = model.hidden_size, without_repeats(model)
+    sizes = [(h, 1 + connections(model)), (model.vocab_size * h, 1 + model.untie_embeddings_and_output_weights)]
+    sizes += [(mixer.other_weights, number) for mixer, number in mixer_counts(own).items()]
+    products = Counter(product_counts(own)) + Counter(layer_embeddings(model))
+    for product, number in products.items():
+        sizes += [(product.inputs * each.width, number * product.copies) for each in product.layers]
     return sum(size * number for size, number in sizes if size <= PERSISTENT)
 
 
@@ -331,7 +338,7 @@ def _one_by_one(task: Task) -> list[str]:
         "experts are predicted as grouped products: transformers before 5 computes them one by one, which with ZeRO 3"
         " takes many times as long"
     )
-    return [text] * (experts_of(task.spec.model) is not None)
+    return [text] * (expert_count(task.spec.model) > 0)
 
 
 def _unless_listed(knob: Knob) -> Knob:

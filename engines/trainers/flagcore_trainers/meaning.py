@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
-from flagcore_models.layers import attention_counts, experts_of
+from flagcore_models.layers import attention_counts, expert_count
 from flagcore_training.adapters import absent_targets
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
@@ -72,8 +72,7 @@ def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...
     """Return the rules that every program obeys: the devices and the global batch are divided without remainder."""
     devices, batch, model = task.cluster.devices, task.spec.train.global_batch_size, task.spec.model
     heads = sorted({model.num_attention_heads, *(each.num_heads for each in attention_counts(model))})
-    experts = experts_of(model)
-    count = experts.count if experts else None
+    experts = expert_count(model) or None
     absent_targets(model, task.spec.train.adapter)
     knobs = {meaning: knob for meaning, (knob, _table) in codes.items()}
 
@@ -127,8 +126,8 @@ def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...
         rule(
             "experts",
             (EP,),
-            Message("{ep} must divide num_moe_experts = {experts}", ep=knobs.get(EP, EP), experts=count),
-            lambda n: (count or 1) % n[EP] != 0,
+            Message("{ep} must divide num_moe_experts = {experts}", ep=knobs.get(EP, EP), experts=experts),
+            lambda n: (experts or 1) % n[EP] != 0,
         ),
     ]
     return tuple(each for each in found if each.knobs)

@@ -29,9 +29,9 @@ from flagcore_trainers.fully_shard import (
 )
 from flagcore_trainers.fully_shard.predict import memory_job
 
+from engines.models.tests.examples import layer_of
 from flagcore import api
 from flagcore.contracts import Platform
-from flagcore.domain.model import Layer
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Adapter
 from flagcore.errors import LaunchError
@@ -94,7 +94,7 @@ def test_there_are_no_trials(tmp_path: Path) -> None:
 
 def test_parts_that_are_not_predicted_are_reported_by_key() -> None:
     with refuses("model"):
-        FSDP2.rules(task(replace(DENSE, layers=(Layer(mixer=SPARSE),) * 4), engine="fsdp2"))
+        FSDP2.rules(task(replace(DENSE, layers=(layer_of(DENSE, SPARSE),) * 4), engine="fsdp2"))
     with refuses("train.command"):
         FSDP2.rules(task(engine="fsdp2", command=("train",)))
     assert FSDP2.warnings(task(replace(DENSE, mtp_num_layers=1), engine="fsdp2"))

@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from flagcore_models.layers import experts_of, mixer_counts, network_counts
+from flagcore_models.layers import expert_count, mixer_counts, product_counts
 from flagcore_models.mixers.attention import Attention
-from flagcore_models.networks.experts import Experts
 from flagcore_training.knobs import read_knobs
 
 from flagcore.domain.space import BoolArray, Columns, KnobValue, Merge, Rule
@@ -79,12 +78,10 @@ def rules(task: Task) -> tuple[Rule, ...]:
     """Return the legality rules. Raises SpecError for a model that the engine does not support."""
     check_model(task)
     devices, train, model = task.cluster.devices, task.spec.train, task.spec.model
-    experts = experts_of(model)
-    batch, length, precision = train.global_batch_size, train.seq_length, train.precision
+    count, batch, length, precision = expert_count(model), train.global_batch_size, train.seq_length, train.precision
+    divided = (each for each in product_counts(model) if each.split == "outputs")
     sizes = {model.vocab_size, *(mixer.heads for mixer in mixer_counts(model))}
-    for part in (*mixer_counts(model), *network_counts(model)):
-        divided = (each for each in part.products(model.hidden_size) if each.split == "outputs")
-        sizes.update(output.units or output.width for each in divided for output in each.layers)
+    sizes |= {output.units or output.width for each in divided for output in each.layers}
     shared = math.gcd(*sizes)
     return (
         Rule(
@@ -139,7 +136,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
         ),
         *_pipeline_rules(task),
         *([_adapter_rule()] if train.adapter and not lists_others(task.spec) else ()),
-        *(_expert_rules(experts) if experts else ()),
+        *(_expert_rules(count) if count else ()),
         *(() if is_plain(model) else (_layer_rule(task),)),
     )
 
@@ -185,9 +182,8 @@ def _layer_rule(task: Task) -> Rule:
     )
 
 
-def _expert_rules(experts: Experts) -> tuple[Rule, ...]:
+def _expert_rules(count: int) -> tuple[Rule, ...]:
     """Return the rules of experts. Selective checkpoints reject the hooks of a unit of `fully_shard` in a layer."""
-    count = experts.count
     return (
         Rule(
             name="expert_parallel",
