@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flagcore_models.layers import parameters
 from flagcore_models.public import public_models
-from flagcore_serving.space.weights import parameters
 
 from flagcore.api import LoadedSpec, changed_spec, spec_of_model
 from flagcore.api.inputs import read_spec
