@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 import numpy as np
 from flagcore_models.gguf import context_length
-from flagcore_models.layers import expert_count, layers_of
+from flagcore_models.layers import layers_of
 from flagcore_models.networks.experts import Experts
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
@@ -137,7 +137,7 @@ LAYERS_OF_DEVICES = Auto(
 EXPERT_LAYERS = Auto(
     lambda task: (
         tuple(task.spec.model.num_layers * part // 4 for part in range(5))
-        if expert_count(task.spec.model) and not Hardware.of(task).on_cores
+        if task.spec.model.experts and not Hardware.of(task).on_cores
         else (0,)
     ),
     "quarters of the layers; on cores and without experts 0",
@@ -384,7 +384,7 @@ class LlamaCpp(ServingEngine):
                 name="host_experts",
                 knobs=(HOST_EXPERTS,),
                 message=Message("{HOST_EXPERTS} must be 0 for a model without experts", **NAMES),
-                broken=lambda c: (c[HOST_EXPERTS] > 0) & (expert_count(task.spec.model) == 0),
+                broken=lambda c: (c[HOST_EXPERTS] > 0) & (task.spec.model.experts == 0),
             ),
             *speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "spec-draft-model", "draft-mtp"),
         )

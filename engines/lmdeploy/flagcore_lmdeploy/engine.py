@@ -8,7 +8,6 @@ Sources: lmdeploy 0.18.0 `cli/serve.py`, `cli/utils.py` (block sizes, powers of 
 from collections.abc import Mapping
 
 import numpy as np
-from flagcore_models.layers import expert_count
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.launch.server import Instance, address
 from flagcore_serving.space import knobs
@@ -107,7 +106,7 @@ class Lmdeploy(ServingEngine):
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         """Return LMDeploy's legality rules for candidates."""
-        experts = expert_count(task.spec.model) or 1
+        experts = task.spec.model.experts or 1
         return (
             *split_rules(task, attention_and_experts=True, pipeline=False),
             *forbidden(task, PROGRAM),

@@ -146,12 +146,6 @@ def latent_layers(model: Model) -> int:
     return sum(number for each, number in attention_counts(model).items() if isinstance(each, LatentAttention))
 
 
-def expert_count(model: Model) -> int:
-    """Return the number of routed experts of a layer that has them. 0 for a model without experts."""
-    experts = experts_of(model)
-    return experts.count if experts else 0
-
-
 def state_bytes(model: Model) -> float:
     """Return the bytes of the largest recurrent state that a layer has for a sequence. 0 if no layer has one."""
     return max((each.state_bytes for each in mixer_counts(model) if each.recurrent), default=0.0)

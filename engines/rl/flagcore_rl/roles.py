@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from flagcore_models.layers import expert_count
 from flagcore_serving.job import Load, ServeSpec
 
 from flagcore import plugins
@@ -74,7 +73,7 @@ def train_task(task: Task, devices: int, sequence: int, batch: int, adapter: Ada
     work = job_of(task)
     settings, kind = dict(work.trainer.settings), None
     if any(knob.name == "recompute_granularity" for knob in engine_of(work.trainer.engine, "rl.trainer.engine").knobs):
-        experts: Mapping[str, SettingValue] = USUAL_EXPERTS if expert_count(task.spec.model) else {}
+        experts: Mapping[str, SettingValue] = USUAL_EXPERTS if task.spec.model.experts else {}
         kind, settings = "transformer_engine", {**USUAL, **experts, **settings}
     train = TrainSpec(
         engine=work.trainer.engine,

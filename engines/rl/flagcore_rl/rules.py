@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from flagcore_models.layers import attention_counts, expert_count
+from flagcore_models.layers import attention_counts
 from flagcore_training.adapters import absent_targets
 
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Rule
@@ -79,9 +79,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
         ranks, expert = trainers(columns) // size(columns, PP), size(columns, EP) * size(columns, ETP)
         if work.trainer.engine == "fsdp2":  # experts on the ranks that share weights
             ranks = ranks // size(columns, TP)
-        return np.asarray(
-            (columns[EP] > 1) & (((expert_count(model) or 1) % size(columns, EP) != 0) | (ranks % expert != 0))
-        )
+        return np.asarray((columns[EP] > 1) & (((model.experts or 1) % size(columns, EP) != 0) | (ranks % expert != 0)))
 
     def instances(columns: Columns) -> BoolArray:
         own = np.where(columns[DEVICES] > 0, columns[DEVICES], devices)

@@ -18,8 +18,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from flagcore_models.layers import expert_count
-
 from flagcore.contracts import Published
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
@@ -87,7 +85,7 @@ def _as_in_production(engine: EngineProfile, task: Task, values: Mapping[str, Kn
     """Return the values that published recipes set if experts are on several hosts, unless `values` or
     `engine_args` have one of them: copies of experts, placed by a load balancer, large chunks of prompts and, if
     links end at the host, two-batch overlap. Copies are the fewest with which all ranks hold equally many."""
-    runs, experts, group = engine.published_runs, expert_count(task.spec.model), task.cluster.groups[0]
+    runs, experts, group = engine.published_runs, task.spec.model.experts, task.cluster.groups[0]
     pair, fixed = values.get(PREFILL_DECODE), engine.program.parse(task.spec).fixed
     layouts = [each.layout for each in language(roles(str(pair)))] if pair else [{}]
     sizes = [{name: int(each.get(name, values.get(name)) or 1) for name in (TP, DP, EP)} for each in layouts]

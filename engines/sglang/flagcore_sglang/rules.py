@@ -1,7 +1,7 @@
 """SGLang's legality rules, and the merges of candidates that it treats as equal."""
 
 import numpy as np
-from flagcore_models.layers import expert_count, latent_layers
+from flagcore_models.layers import latent_layers
 from flagcore_serving.space import adapters, placement, rules
 from flagcore_serving.space.hardware import DP, EP, TP, Hardware, longest_request
 from flagcore_serving.space.knobs import BACKEND, EAGER, EXCHANGE, REDUNDANT
@@ -38,7 +38,7 @@ NAMES = {
 
 def rules_of(task: Task) -> tuple[Rule, ...]:
     """Return SGLang's legality rules for candidates."""
-    experts = expert_count(task.spec.model) or 1
+    experts = task.spec.model.experts or 1
     longest = longest_request(task)
     layouts = rules.split_rules(task, attention_and_experts=True, span=True)
     expert_parallel = Rule(

@@ -15,7 +15,6 @@ from flagcore_importers.dialect import SUFFIXES
 from flagcore_models.layers import (
     attention_counts,
     connections,
-    expert_count,
     layer_embeddings,
     mixer_counts,
     product_counts,
@@ -338,7 +337,7 @@ def _one_by_one(task: Task) -> list[str]:
         "experts are predicted as grouped products: transformers before 5 computes them one by one, which with ZeRO 3"
         " takes many times as long"
     )
-    return [text] * (expert_count(task.spec.model) > 0)
+    return [text] * (task.spec.model.experts > 0)
 
 
 def _unless_listed(knob: Knob) -> Knob:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
-from flagcore_models.layers import attention_counts, expert_count
+from flagcore_models.layers import attention_counts
 from flagcore_training.adapters import absent_targets
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
@@ -72,7 +72,7 @@ def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...
     """Return the rules that every program obeys: the devices and the global batch are divided without remainder."""
     devices, batch, model = task.cluster.devices, task.spec.train.global_batch_size, task.spec.model
     heads = sorted({model.num_attention_heads, *(each.num_heads for each in attention_counts(model))})
-    experts = expert_count(model) or None
+    experts = model.experts or None
     absent_targets(model, task.spec.train.adapter)
     knobs = {meaning: knob for meaning, (knob, _table) in codes.items()}
 

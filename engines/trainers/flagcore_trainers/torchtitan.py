@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flagcore_models.layers import expert_count
 from flagcore_training.commands import parse
 
 from flagcore.contracts import Commands, Costs, Engine, Platform
@@ -102,7 +101,7 @@ class TorchTitan(Trainer):
     def _is_like_zero(self, task: Task) -> bool:
         """Return whether predictions are those of ZeRO 3, as the model has parts that the engine `fsdp2` has not."""
         model, pipeline = task.spec.model, self.described.numbers.get("pipeline_model_parallel_size", 1)
-        return bool(fs.missing_parts(model) or model.mtp_num_layers or expert_count(model) or pipeline > 1)
+        return bool(fs.missing_parts(model) or model.mtp_num_layers or model.experts or pipeline > 1)
 
     def command(self, spec: Spec) -> start.Command:
         """Return the user's command. Raises SpecError if its TOML file cannot be read, or the program has no options

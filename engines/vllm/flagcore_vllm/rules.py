@@ -1,7 +1,7 @@
 """vLLM's legality rules, and the merges of candidates that it treats as equal."""
 
 import numpy as np
-from flagcore_models.layers import expert_count, latent_layers, state_bytes
+from flagcore_models.layers import latent_layers, state_bytes
 from flagcore_serving.load import routing
 from flagcore_serving.space import adapters, placement, rules
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, most_images
@@ -58,7 +58,7 @@ NAMES = {
 
 def rules_of(task: Task) -> tuple[Rule, ...]:
     """Return vLLM's legality rules for candidates."""
-    hardware, experts = Hardware.of(task), expert_count(task.spec.model)
+    hardware, experts = Hardware.of(task), task.spec.model.experts
     given = connectors.connectors(PROGRAM.parse(task.spec).others)
     own_offload = any("spec_module_path" in str(each) for each in given)  # may copy between cores
     layouts = (

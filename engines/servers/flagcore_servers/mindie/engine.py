@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from flagcore_models.layers import expert_count
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import Instance, address
@@ -143,7 +142,7 @@ class MindIE(ServingEngine):
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         """Return MindIE's legality rules for candidates."""
-        experts = expert_count(task.spec.model) or 1
+        experts = task.spec.model.experts or 1
         return (
             *rules.split_rules(task, attention_and_experts=True, pipeline=False),
             *rules.forbidden(task, PROGRAM),

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
-from flagcore_models.layers import expert_count
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import Instance, address
@@ -151,7 +150,7 @@ class TensorRtLlm(ServingEngine):
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         """Return TensorRT-LLM's legality rules for candidates."""
-        experts = expert_count(task.spec.model) or 1
+        experts = task.spec.model.experts or 1
         return (
             *rules.split_rules(task, attention_and_experts=True),
             *rules.forbidden(task, PROGRAM),

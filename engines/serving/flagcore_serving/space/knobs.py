@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import numpy as np
-from flagcore_models.layers import attention_counts, expert_count
+from flagcore_models.layers import attention_counts
 from flagcore_models.mixers.latent_attention import LatentAttention
 
 from flagcore.domain.knob import SHARES, Flag, Knob
@@ -90,7 +90,7 @@ def wide_values(task: Task, fixed: Mapping[str, KnobValue]) -> dict[str, tuple[K
     These are values of PREFILL_DECODE, and settings of published recipes. The result is empty if there is nothing to
     search, or if the baseline or `fixed` sets one of these knobs.
     """
-    copies = (None, expert_count(task.spec.model) // 8)
+    copies = (None, task.spec.model.experts // 8)
     recipe: dict[str, tuple[KnobValue, ...]] = {REDUNDANT: copies, BALANCING: (False, True)}
     recipe["mem_fraction_static"] = (None, RECIPE_SHARE)
     is_set = {PREFILL_DECODE, *recipe} & {*fixed, *(task.spec.baseline or {})}
@@ -269,7 +269,7 @@ not."""
 
 def has_wide_experts(task: Task) -> bool:
     """Return whether the experts of a task's model may be on several hosts."""
-    return bool(expert_count(task.spec.model)) and Hardware.of(task).hosts > 1
+    return bool(task.spec.model.experts) and Hardware.of(task).hosts > 1
 
 
 AUTOS = {
@@ -278,7 +278,7 @@ AUTOS = {
     "divisors": Auto(divisors, "divisors of the devices"),
     "unset_and_divisors": Auto(lambda task: (None, *divisors(task)), "not set, and divisors of the devices"),
     "divisors_with_experts": Auto(
-        lambda task: divisors(task) if expert_count(task.spec.model) else (1,),
+        lambda task: divisors(task) if task.spec.model.experts else (1,),
         "1; with experts divisors of the devices",
     ),
     "divisors_for_rates": Auto(  # several instances do not reduce a latency
@@ -291,7 +291,7 @@ AUTOS = {
     ),
     "copies_between_hosts": Auto(
         lambda task: (
-            (None, *(expert_count(task.spec.model) // part for part in (8, 4))) if has_wide_experts(task) else (None,)
+            (None, *(task.spec.model.experts // part for part in (8, 4))) if has_wide_experts(task) else (None,)
         ),
         "not set; on several hosts also an eighth and a quarter of the experts",
     ),

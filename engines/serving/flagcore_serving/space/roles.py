@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
-from flagcore_models.layers import expert_count
 
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import AUTO, Task, is_rate
@@ -137,7 +136,7 @@ def balanced_roles(task: Task) -> tuple[KnobValue, ...]:
     decoding is closest to the share of the work (see `ANSWER_COST`). Decode instances have attention DP groups.
     """
     cards, smallest, loads = Hardware.of(task).cards, min_devices(task), task.spec.serve.loads
-    if Hardware.of(task).hosts == 1 or not expert_count(task.spec.model):
+    if Hardware.of(task).hosts == 1 or not task.spec.model.experts:
         return (None,)
     answers = ANSWER_COST * sum(load.output_len for load in loads)
     share = answers / (answers + sum(load.input_len for load in loads))
@@ -153,7 +152,7 @@ def balanced_roles(task: Task) -> tuple[KnobValue, ...]:
 
 def _divisions(task: Task) -> tuple[str, ...]:
     hardware = Hardware.of(task)
-    has_experts = bool(expert_count(task.spec.model))
+    has_experts = bool(task.spec.model.experts)
     return _all_divisions(hardware.cards, hardware.per_host, hardware.on_cores, has_experts, min_devices(task))
 
 
@@ -169,7 +168,7 @@ def _with_encoders(task: Task) -> tuple[str, ...]:
         rest = hardware.cards - (1 << step)
         widths = [1 << each for each in range(rest.bit_length())]
         usual = [each for each in widths if smallest <= 2 * each and each <= max(hardware.per_host, smallest)]
-        apart = _all_divisions(rest, hardware.per_host, False, bool(expert_count(model)), smallest)
+        apart = _all_divisions(rest, hardware.per_host, False, bool(model.experts), smallest)
         both = [f"{rest // width}xtp{width}" for width in usual if rest % width == 0]
         words += [f"{1 << step}xenc+{word}" for word in (*both, *apart)]
     return tuple(words)

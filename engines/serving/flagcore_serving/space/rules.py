@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from flagcore_models.config import MODELS
-from flagcore_models.layers import attention_counts, expert_count, network_counts, other_mixers, product_counts
+from flagcore_models.layers import attention_counts, network_counts, other_mixers, product_counts
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
@@ -194,7 +194,7 @@ def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
             name="experts_exist",
             knobs=(EP,),
             message=Message("{EP} > 1 needs a model with experts", **NAMES),
-            broken=lambda c: (c[EP] > 1) & (expert_count(model) == 0),
+            broken=lambda c: (c[EP] > 1) & (model.experts == 0),
         ),
     )
 

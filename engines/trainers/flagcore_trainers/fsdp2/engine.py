@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from flagcore_models.layers import expert_count
 from flagcore_training.adapters import absent_targets, as_noted
 from flagcore_training.lengths import length_warnings
 
@@ -111,7 +110,7 @@ class Fsdp2(Engine):
         shard = int(values.get(fs.SHARD) or max(task.cluster.devices // math.prod(others), 1))
         replicas = max(task.cluster.devices // (shard * math.prod(others[1:])), 1)
         completed = {fs.REPLICATE: replicas, fs.SHARD: shard, fs.RESHARD: others[-1] == 1}
-        if count := expert_count(task.spec.model):
+        if count := task.spec.model.experts:
             completed[fs.EP] = math.gcd(count, shard * others[2])
             work = replace(work, assumed={fs.DISPATCHER: "flex"})
         noted = {space.PIPELINE_LAYERS, space.ADAPTERS_ALONE, *assumed_lengths}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from flagcore_models.layers import expert_count, mixer_counts, product_counts
+from flagcore_models.layers import mixer_counts, product_counts
 from flagcore_models.mixers.attention import Attention
 from flagcore_training.knobs import read_knobs
 
@@ -78,7 +78,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
     """Return the legality rules. Raises SpecError for a model that the engine does not support."""
     check_model(task)
     devices, train, model = task.cluster.devices, task.spec.train, task.spec.model
-    count, batch, length, precision = expert_count(model), train.global_batch_size, train.seq_length, train.precision
+    count, batch, length, precision = model.experts, train.global_batch_size, train.seq_length, train.precision
     divided = (each for each in product_counts(model) if each.split == "outputs")
     sizes = {model.vocab_size, *(mixer.heads for mixer in mixer_counts(model))}
     sizes |= {output.units or output.width for each in divided for output in each.layers}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-from flagcore_models.layers import expert_count, layer_counts
+from flagcore_models.layers import layer_counts
 from flagcore_models.mixers.attention import Attention
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
@@ -122,7 +122,7 @@ def layout_of(task: Task, columns: Columns) -> Layout:
         virtual=ones + ((columns[fs.PP] > 1) & (columns[fs.SCHEDULE] == fs.INTERLEAVED)),
         context=count[fs.CP],
         expert=count[fs.EP],
-        expert_tensor=ones if expert_count(task.spec.model) else count[fs.TP],
+        expert_tensor=ones if task.spec.model.experts else count[fs.TP],
         expert_groups=zeros,
         micro_batch=count[fs.MBS],
         microbatches=np.maximum(task.spec.train.global_batch_size // samples, 1.0),
