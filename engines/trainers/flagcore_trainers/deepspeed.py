@@ -73,7 +73,6 @@ NAMES = {"AUTOTP": AUTOTP, "HPZ": HPZ, "OFFLOAD": OFFLOAD, "ULYSSES": ULYSSES, "
 class DeepSpeedCommands(Commands):
     """Reads commands that pass a configuration of DeepSpeed to a script that is not Megatron-LM's."""
 
-    trains_depths = False
     keeps_scripts = True
 
     def role(self, command: Sequence[str], directory: str) -> str | None:
@@ -91,6 +90,7 @@ class DeepSpeedCommands(Commands):
 class DeepSpeed(Trainer):
     """Training with a script that calls `deepspeed.initialize`."""
 
+    trains_depths = False
     commands = DeepSpeedCommands()
     distribution = "deepspeed"
     releases = ">=0.10,<0.20"

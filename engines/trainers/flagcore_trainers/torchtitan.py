@@ -49,7 +49,6 @@ PROGRAM: Mapping[str, Any] = package_yaml(__package__, "torchtitan.yaml")
 class TitanCommands(Commands):
     """Reads commands of torchtitan."""
 
-    trains_depths = False
     keeps_scripts = True
 
     def role(self, command: Sequence[str], directory: str) -> str | None:
@@ -62,6 +61,7 @@ class TitanCommands(Commands):
 class TorchTitan(Trainer):
     """Training with torchtitan, whose replicas share weights with FSDP2."""
 
+    trains_depths = False
     commands = TitanCommands()
     distribution = "torchtitan"
     releases = ">=0.1,<0.4"
