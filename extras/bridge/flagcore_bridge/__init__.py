@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from flagcore_importers.dialect import flat
+from flagcore_importers.dialect import flat, merged
 from flagcore_megatron.importing.arguments import (
     SIZES,
     Flags,
@@ -117,7 +117,7 @@ def read_recipe(path: Path, name: str, overrides: Sequence[str]) -> tuple[dict[s
     config, added = _sections(config), list[str]()
     for override in overrides:
         if "=" not in override and override.endswith((".yaml", ".yml")):
-            _merge(config, _sections(_read(Path(override), override)))
+            config = merged(config, _sections(_read(Path(override), override)))
         elif _override(config, override, file) and not override.startswith(("+", "~")):
             added.append(override.partition("=")[0])
     return config, file, added
@@ -172,14 +172,6 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
-def _merge(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    for key, value in changes.items():
-        if isinstance(value, Mapping) and isinstance(config.get(key), dict):
-            _merge(config[key], value)
-        else:
-            config[key] = value
-
-
 def _override(config: dict[str, Any], override: str, file: str) -> bool:
     """Change a value like Megatron-Bridge's command line: a.b=c, +a.b=c, ++a.b=c or ~a.b. Return whether it is new.
 
@@ -228,9 +220,6 @@ def translate(
     if not model.get("num_layers"):
         fix = "give the config of a whole recipe, as ConfigContainer.to_yaml or a checkpoint's run_config.yaml has it"
         raise notes.error("model.num_layers", "is missing: these are overrides only, or not a model of layers", fix=fix)
-    used = {
-        "model": {*TABLES["model_keys"], "share_embeddings_and_output_weights", "gated_linear_unit", "num_query_groups"}
-    }
     flags = Flags(notes, _entries(config, sections), "model.{name}")
     for key in ("global_batch_size", "seq_length"):
         if not flags.has(key):
@@ -242,7 +231,7 @@ def translate(
     if notes.problems:
         raise join_errors(notes.problems)
     tower = {key: each for key in ("vision_config",) if isinstance(each := model.get(key), Mapping)}
-    settings = _settings(sections, section, baseline, used)
+    settings = _settings(sections, section, baseline)
     if tower and "images_per_sequence" not in settings:
         text = "is left out: set images_per_sequence, image_width and image_height, the images of a mean sequence"
         notes.note("model.vision_config", text, "train.settings")
@@ -268,7 +257,7 @@ def translate(
     steps = train.get("train_iters")
     if steps:
         notes.note("train.train_iters", f"dropped ({steps}): a trial has few steps; see auto_tuner.control", "train")
-    _note_others(config, sections, used, notes, added)
+    _note_others(config, sections, notes, added)
     if notes.problems:
         raise join_errors(notes.problems)
     return {"model": with_layers(flags, section, tower), "cluster": cluster, "train": data, "auto_tuner": tuner}, tuple(
@@ -334,19 +323,14 @@ def _vocabulary(flags: Flags, model: Mapping[str, Any], tokenizer: Mapping[str, 
 
 
 def _settings(
-    sections: Mapping[str, Mapping[str, Any]],
-    model: Mapping[str, Any],
-    baseline: Mapping[str, Any],
-    used: dict[str, set[str]],
+    sections: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any], baseline: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the settings of megatron-core that have an effect, and add their keys to `used`."""
+    """Return the settings of megatron-core that have an effect."""
     found: dict[str, Any] = {}
     for section in TABLES["with_settings"]:
         for key, value in sections.get(section, {}).items():
-            if key in _DEFAULTS:
-                used.setdefault(section, set()).add(key)
-                if value is not None and value != [] and value is not _DEFAULTS[key]:
-                    found[key] = TABLES["dtypes"].get(str(value), value) if key.endswith("dtype") else value
+            if key in _DEFAULTS and value is not None and value != [] and value is not _DEFAULTS[key]:
+                found[key] = TABLES["dtypes"].get(str(value), value) if key.endswith("dtype") else value
     found |= _images(sections)
     reduces_fp32 = sections.get("mixed_precision", {}).get(
         "grad_reduce_in_fp32", sections.get("ddp", {}).get("grad_reduce_in_fp32")
@@ -413,28 +397,24 @@ def _cluster(
 
 
 def _note_others(
-    config: Mapping[str, Any],
-    sections: Mapping[str, Mapping[str, Any]],
-    used: Mapping[str, set[str]],
-    notes: Notes,
-    added: Collection[str],
+    config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], notes: Notes, added: Collection[str]
 ) -> None:
     """Add notes about the sections and keys that a spec does not have, except null, false and empty values.
 
     Report an error for unused keys in `added`, because most of them are misspelt.
     """
-    taken = TABLES["read"]
+    used: dict[str, set[str]] = {section: {*TABLES["read"].get(section, ())} for section in TABLES["used"]}
+    used["model"] |= {*TABLES["model_keys"]}
+    for section in TABLES["with_settings"]:
+        used[section] |= _DEFAULTS.keys()
     for override in added:
         section, *keys = override.split(".")
-        known = {*taken.get(section, ()), *used.get(section, ())}
-        known |= _DEFAULTS.keys() if section in TABLES["with_settings"] else {"rampup_batch_size"}
-        if section not in TABLES["used"] or (keys and keys[0] not in known):
+        if section not in used or (keys and keys[0] not in used[section] and keys[0] != "rampup_batch_size"):
             fix = _("correct it, or write +{key}=VALUE", key=override)
             notes.report(override, _("is not in the config, and predictions do not use it"), fix=fix)
     for section, values in sections.items():
-        known = {*taken.get(section, ()), *used.get(section, ())}
         if keys := [
-            key for key, value in values.items() if key not in known and value not in (None, False, [], {}, "")
+            key for key, value in values.items() if key not in used[section] and value not in (None, False, [], {}, "")
         ]:
             notes.note(f"{section} ({', '.join(keys)})", "dropped: predictions do not use them")
     others = [key for key, value in config.items() if key not in sections and isinstance(value, Mapping) and value]

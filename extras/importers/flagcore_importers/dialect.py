@@ -253,12 +253,13 @@ def _with_bases(file: str, directory: Path, depth: int = 0) -> dict[str, Any]:
     for base in [bases] if isinstance(bases, str) else bases:
         own = Path(file).parent / f"{str(base).removesuffix('.yaml')}.yaml"
         if isinstance(base, str) and (directory / own).is_file() and depth < 16:  # others belong to a package
-            result = _merged(result, _with_bases(str(own), directory, depth + 1))
-    return _merged(result, content)
+            result = merged(result, _with_bases(str(own), directory, depth + 1))
+    return merged(result, content)
 
 
-def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    both = {key: _merged(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Return nested sections with the values of `over` in place of those of `base`."""
+    both = {key: merged(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
             for key, value in over.items()}  # fmt: skip
     return {**base, **both}
 
