@@ -60,7 +60,7 @@ def table(words: Iterable[str]) -> list[dict[str, Any]]:
                     "model": name,
                     "layers": model.num_layers,
                     "hidden": model.hidden_size,
-                    "experts": model.num_moe_experts,
+                    "experts": model.experts or None,
                     "context": context_of(config),
                     "weights": format_of_weights(config) or "bf16",
                 }

@@ -343,7 +343,7 @@ def _on_megatron(read: Reading, model: Model) -> Part:
     baseline |= _recompute(read)
     names = {**{each: each for each in MEGATRON["settings"]}, **MEGATRON["ends"]}
     settings = {new: value for name, new in names.items() if (value := read.value(name)) not in OFF}
-    if not model.num_moe_experts:
+    if not model.experts:
         settings = {name: value for name, value in settings.items() if not name.startswith(("moe_", "expert_"))}
     return {"engine": "megatron", **({"settings": settings} if settings else {})}, baseline
 

@@ -21,6 +21,7 @@ from flagcore_megatron.importing.arguments import (
     Flags,
     baseline_of,
     baseline_problem,
+    has_experts,
     options,
     shape,
     with_layers,
@@ -227,7 +228,7 @@ def translate(
                 f"train.{key}" if "batch" in key else f"model.{key}", "is missing", fix="add it as an override"
             )
     section = shape(flags, _vocabulary(flags, model, sections.get("tokenizer", {})))
-    baseline = baseline_of(flags, bool(section.get("num_moe_experts")))
+    baseline = baseline_of(flags, section)
     if notes.problems:
         raise join_errors(notes.problems)
     tower = {key: each for key in ("vision_config",) if isinstance(each := model.get(key), Mapping)}
@@ -338,7 +339,7 @@ def _settings(
     if reduces_fp32 is False:
         found["grad_reduce_in_bf16"] = True
     without = {name for name, need in TABLES["needs"].items() if not _is_met(found.get(need["setting"]), need)}
-    if not model.get("num_moe_experts"):
+    if not has_experts(model):
         without |= {name for name in found if name.startswith(("moe_", "expert_"))}
     if baseline.get("recompute_granularity") != "selective":
         without.add("recompute_modules")

@@ -46,7 +46,7 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
     model = shape(flags, _vocabulary(flags))
     if "rwkv" in str(source.at(key := "experiment.task.entrypoint")):
         source.note(key, "predictions are those of a plain decoder with attention", "model")
-    baseline = baseline_of(flags, bool(model.get("num_moe_experts")), on_meshes=hetero is not None)
+    baseline = baseline_of(flags, model, on_meshes=hetero is not None)
     if hetero is not None:
         count = sum(hetero.devices)
         baseline = mixed_baseline(hetero, baseline, derived=is_tuned(source))

@@ -78,15 +78,15 @@ SIZES = (
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 
 
-def baseline_of(flags: Flags, has_experts: bool, *, on_meshes: bool = False) -> dict[str, Any]:
+def baseline_of(flags: Flags, model: Mapping[str, Any], *, on_meshes: bool = False) -> dict[str, Any]:
     """Return the knobs in Megatron's arguments as a baseline. Missing knobs are off or 1.
 
-    With `on_meshes`, the sizes are those of meshes, not of the whole job.
+    `model`: the section of a spec. With `on_meshes`, the sizes are those of meshes, not of the whole job.
     """
     baseline = {key: value for key in SIZES if (value := flags.get(key)) not in (None, 0)}
     if per_stage := _layers_of_virtual_stages(flags, baseline.get("pipeline_model_parallel_size", 1)):
         baseline["num_layers_per_virtual_pipeline_stage"] = per_stage
-    if not has_experts and (experts := baseline.pop("expert_model_parallel_size", None)) is not None:
+    if not has_experts(model) and (experts := baseline.pop("expert_model_parallel_size", None)) is not None:
         flags.note(
             "expert_model_parallel_size", f"dropped ({experts}): the model has no experts", "auto_tuner.baseline"
         )
@@ -101,6 +101,11 @@ def baseline_of(flags: Flags, has_experts: bool, *, on_meshes: bool = False) -> 
         baseline["sequence_parallel"] = False
     baseline |= _recompute(flags)
     return baseline
+
+
+def has_experts(model: Mapping[str, Any]) -> bool:
+    """Return whether the section `model` of a spec has layers with experts."""
+    return bool(model.get("num_moe_experts"))
 
 
 def _layers_of_virtual_stages(flags: Flags, stages: object) -> int:

@@ -55,7 +55,7 @@ def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[d
         _compare_shapes(flags, section)
     else:
         section = shape(flags, _vocabulary(flags, Path(user_command.directory)))
-    baseline = baseline_of(flags, bool(section.get("num_moe_experts")))
+    baseline = baseline_of(flags, section)
     sizes = {"seq_length": flags.get("seq_length"), "global_batch_size": _global_batch(flags, baseline, devices)}
     if sizes["seq_length"] is None:
         notes.report("--seq-length", "is missing", fix="add it to the command")
@@ -129,7 +129,7 @@ def read_flags(text: str, spec: Spec) -> tuple[str, dict[str, SettingValue], lis
             kept.append(f"{name} {value}")
     if VIRTUAL_STAGES in sizes:
         kept.append(f"{SIZES[-1]} {in_space(sizes, spec.model).get(SIZES[-1])}")
-    if flags and spec.model.num_moe_experts and EXPERT_TENSOR not in spec.train.settings:
+    if flags and spec.model.experts and EXPERT_TENSOR not in spec.train.settings:
         settings = {EXPERT_TENSOR: sizes.get(TP, 1), **settings}
     return ", ".join(filter(None, kept)), settings, unused
 

@@ -107,7 +107,7 @@ def transformer_config(job: TrialJob) -> Any:
         values |= {name: getattr(candidate, name) for name in _RECOMPUTE_FIELDS}
         if candidate.recompute_modules is not None:
             values["recompute_modules"] = list(candidate.recompute_modules)
-    if model.num_moe_experts is not None:
+    if model.experts:
         values.update(_expert_values(job))
     if model.multi_latent_attention:
         return build_config(MLATransformerConfig, values | _latent_attention_values(job))
@@ -186,7 +186,7 @@ def _expert_values(job: TrialJob) -> dict[str, Any]:
     model = job.model
     dense_layers = model.moe_first_dense_layers
     return {
-        "num_moe_experts": model.num_moe_experts,
+        "num_moe_experts": model.experts,
         "moe_router_topk": model.moe_router_topk,
         "moe_router_num_groups": model.moe_router_num_groups or None,
         "moe_router_group_topk": model.moe_router_group_topk or None,

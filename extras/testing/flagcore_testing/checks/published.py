@@ -62,9 +62,9 @@ def published_times_are_plausible(
     peak = chip.dense_flops_per_second.get(PEAKS.get(job.work.precision, job.work.precision)) if chip else None
     if peak and job.work.kind == "train":  # other kinds do more than train
         model, tokens = job.model, job.work.step_tokens
-        low, high = OF_EXPERTS if model.num_moe_experts else UTILIZATION
+        low, high = OF_EXPERTS if model.experts else UTILIZATION
         width = model.ffn_hidden_size
-        if model.num_moe_experts:
+        if model.experts:
             width = (model.moe_ffn_hidden_size or width) * (model.moe_router_topk or 1)
         layer = 2 * model.hidden_size * (model.hidden_size + model.num_query_groups * model.kv_channels)
         layer += 3 * model.hidden_size * width
