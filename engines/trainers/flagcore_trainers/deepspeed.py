@@ -44,7 +44,6 @@ from flagcore_trainers.importing import (
     Imported,
     check_sizes,
     effects_of_deepspeed,
-    own_configurations,
     spec_of_deepspeed,
 )
 from flagcore_trainers.meaning import RECOMPUTE, layout_of, training, weights_of_rank, with_fused_kernels
@@ -128,7 +127,7 @@ class DeepSpeed(Trainer):
 
     def spec_warnings(self, spec: Spec) -> Sequence[str]:
         words, directory = spec.train.command or (), Path(spec.train.directory or ".")
-        own = [f"train.command: {each}" for each in own_configurations(words, directory)]
+        own = [f"train.command: {each}" for each in start.own_configurations(words, directory)]
         usual = f"train.program.knobs.{AC} "  # one value is the script's own, which no trial changes
         return [*(each for each in super().spec_warnings(spec) if not each.startswith(usual)), *own]
 

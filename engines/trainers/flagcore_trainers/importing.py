@@ -3,16 +3,13 @@
 Sources: DeepSpeed 0.19 `launcher/runner.py` and `runtime/config.py`; the recipes of torchtitan's `train_configs`.
 """
 
-import ast
-import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from flagcore_importers.dialect import flat, read_config
+from flagcore_importers.dialect import Dialect, Reading, flat, placed, read_config
 from flagcore_models.public import model_of
 from flagcore_training.commands import UserCommand, cluster_of, parse
 from flagcore_training.unmodelled import joined, note_effects
@@ -163,7 +160,7 @@ def _note_unpredicted(words: Sequence[str], content: Mapping[str, Any], director
     checkpoints = [*_turned_on(words, CHECKPOINTS)]
     for found in checkpoints[:1]:
         notes.note(found, "is taken as the recompute of whole layers in backward", "train.program.fixed")
-    for text in own_configurations(words, directory):
+    for text in files.own_configurations(words, directory):
         notes.note("config", text, "train.command")
     if (number(stages := option(words, "pipe_parallel_size", "pipeline_parallel_size")) or 1) > 1:
         notes.note("pipe_parallel_size", f"not in the predictions ({stages}): all devices count as replicas", "train")
@@ -233,30 +230,6 @@ def _turned_on(words: Sequence[str], options: re.Pattern[str]) -> Iterator[str]:
                 yield name
 
 
-def own_configurations(words: Sequence[str], directory: Path) -> Iterator[str]:
-    """Yield a line for each call in scripts of a command that passes a dictionary as the configuration."""
-    for word in words:
-        path = Path(directory, word)
-        if path.suffix != ".py" or not path.is_file():
-            continue
-        with suppress(SyntaxError, ValueError, SpecError):
-            tree = ast.parse(read_text(path, file=word, key="train.command"))
-            nodes = [*ast.walk(tree)]
-            assigned = [each for each in nodes if isinstance(each, ast.Assign) and _is_dictionary(each.value)]
-            names = {name.id for each in assigned for name in each.targets if isinstance(name, ast.Name)}
-            for call in (each for each in nodes if isinstance(each, ast.Call)):
-                keywords = TABLES["passed"].get(getattr(call.func, "attr", getattr(call.func, "id", "")), ())
-                values = [each.value for each in call.keywords if each.arg in keywords]
-                if any(_is_dictionary(each) or getattr(each, "id", "") in names for each in values):
-                    place = f"{word}:{call.lineno}"
-                    yield f"{place} passes a configuration of its own: candidates need the file of the command there"
-
-
-def _is_dictionary(value: ast.expr) -> bool:
-    is_call = isinstance(value, ast.Call) and getattr(value.func, "id", "") == "dict"
-    return isinstance(value, ast.Dict) or is_call
-
-
 def _no_program(words: Sequence[str]) -> SpecError:
     """Return the error for a script: candidates change the words of the program's own command."""
     return SpecError(key="train.command", value=" ".join(words), problem="is a script", fix="give what it starts")
@@ -291,7 +264,8 @@ def _cluster(start: Start, directory: str, notes: Notes) -> dict[str, Any]:
     return {"chip": "auto", "nodes": nodes, "devices_per_node": devices or "auto"}
 
 
-TITAN_KEYS: Mapping[str, Sequence[str]] = TABLES["titan_keys"]
+TITAN = Dialect(starts="torchtitan", keys=TABLES["titan_keys"])
+DEGREES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 CONFIG_FILE = "job.config_file"
 FILES_OF_MODEL = ("hf_assets_path", "tokenizer_path")
 SIZE = re.compile(r"\d+(?:\.\d+)?[bme](?![a-z])")
@@ -305,6 +279,17 @@ def starts_torchtitan(command: UserCommand | None) -> bool:
     return "torchtitan.train" in command.program or option(command.arguments, CONFIG_FILE) is not None
 
 
+def _titan(words: Sequence[str], content: Mapping[str, Any]) -> Reading:
+    """Return the settings of torchtitan: those of a command over those of its file."""
+    options = {name: value for name, value, _start, _end in placed(words)}
+    return Reading(TITAN, {**dict(flat(content)), **options}, {})
+
+
+def _first(read: Reading, target: str) -> tuple[str, Any]:
+    """Return the first key of a target that is set, and its value: an empty text and None without one."""
+    return next(iter(read.found(target).items()), ("", None))
+
+
 def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: Sequence[str]) -> Imported:
     """Return the data of a spec for a torchtitan command, and notes. `knobs`: those of the engine. Raises SpecError."""
     words, notes = list(start.words), Notes()
@@ -313,70 +298,49 @@ def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: 
         raise _no_program(words)
     file = option(words, CONFIG_FILE)
     content = read_toml(str(file), directory) if file else {}
-    found = _titan_values(words, content)
-    key, value = found.get("micro_batch_size", ("", 1))
-    if number(value) is None:
+    read = _titan(words, content)
+    key, value = _first(read, "micro_batch_size")
+    if key and number(value) is None:
         notes.report(key, "is not a positive whole number", value=value, fix="correct it")
     cluster = cluster_of(command, notes, start)
-    _check_degrees(command, content, cluster, notes)
-    sizes = {name: number(found[name][1]) or 1 for name in list(TITAN_KEYS)[:3] if name in found}
-    names = ("seq_length", "micro_batch_size", "global_batch_size")
-    length, micro, total = (number(found.get(name, ("", None))[1]) for name in names)
+    _check_degrees(read, command, cluster, notes)
+    sizes = [read.number(name) or 1 for name in DEGREES]
+    length, micro, total = map(read.number, ("seq_length", "micro_batch_size", "global_batch_size"))
     for key, value in (("training.seq_len", length), ("training.local_batch_size", micro or total)):
         if value is None:
             fix = f"add --{key} N to the command" + ("" if file else ": its configuration is a Python function")
             notes.report(f"--{key}", "is not in the command", fix=fix)
-    size = _titan_batch(cluster, sizes.values(), micro or 1, total, notes)
-    section = model_of(model, _titan_names(content, words), directory, notes)
+    size = _titan_batch(cluster, sizes, micro or 1, total, notes)
+    section = model_of(model, _titan_names(read), directory, notes)
     if notes.problems:
         raise join_errors(notes.problems)
-    program = _titan_program(found, sizes.get("pipeline_model_parallel_size", 1), knobs if file else None, notes)
+    program = _titan_program(read, sizes[2], knobs if file else None, notes)
     note_effects(effects_of_torchtitan(command.arguments, content), notes)
-    train: dict[str, Any] = {
-        "engine": "torchtitan",
-        "seq_length": length,
-        "global_batch_size": size,
-        "precision": "bf16",
-    }
-    train |= {"command": _without_shards(words, content), "directory": str(directory)}
+    train: dict[str, Any] = {"engine": "torchtitan", "seq_length": length, "global_batch_size": size}
+    train |= {"precision": "bf16", "command": _without_shards(words, read), "directory": str(directory)}
     train |= {"program": program} if program else {}
     return {"model": section, "cluster": cluster, "train": train, "auto_tuner": {}}, notes.notes
 
 
-def _titan_program(
-    found: Mapping[str, tuple[str, Any]], stages: int, knobs: Sequence[str] | None, notes: Notes
-) -> dict[str, Any]:
+def _titan_program(read: Reading, stages: int, knobs: Sequence[str] | None, notes: Notes) -> dict[str, Any]:
     """Return the section `train.program`. `knobs`: those of the engine; None for releases with a subcommand."""
     program: dict[str, Any] = {} if knobs is None else {"trial_args": TABLES["old_trial"]}
     if stages > 1:
         program["fixed"] = {"zero_stage": 3, "pipeline_model_parallel_size": stages}
-        notes.note(found["pipeline_model_parallel_size"][0], "stays as it is in all trials", "train.program")
+        notes.note(_first(read, DEGREES[2])[0], "stays as it is in all trials", "train.program")
     if knobs is not None:
-        rows = {name: _titan_row(name, *each) for name, each in found.items() if name in knobs}
-        program["knobs"] = {**rows, AC: rows.get(AC, {"flag": f"--{TITAN_KEYS[AC][0]}"})}
+        found = {name: _first(read, name) for name in TITAN.keys if name in knobs}
+        rows = {name: _titan_row(name, *each) for name, each in found.items() if each[0]}
+        program["knobs"] = {**rows, AC: rows.get(AC, {"flag": f"--{TITAN.keys[AC][0]}"})}
     return program
 
 
-def _without_shards(words: list[str], content: Mapping[str, Any]) -> list[str]:
+def _without_shards(words: list[str], read: Reading) -> list[str]:
     """Return a command that shares weights among as many ranks as other sizes leave."""
-    for key in TABLES["shard_keys"]:
-        if (option(words, key) or files.value_at(content, key)) not in (None, -1, "-1"):
-            words = [word for word in _set(words, key, "") if word] if option(words, key) else words
-            words = [*(word for word in words if word != f"--{key}"), f"--{key}=-1"]
+    for key in (key for key, value in read.found("shard").items() if value != -1):
+        words = [word for word in _set(words, key, "") if word] if option(words, key) else words
+        words = [*(word for word in words if word != f"--{key}"), f"--{key}=-1"]
     return words
-
-
-def _titan_values(words: Sequence[str], content: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Return the key and the value of each meaning in `TITAN_KEYS` that the command or its file sets."""
-    found = {}
-    for name, keys in TITAN_KEYS.items():
-        for key in keys:
-            if (value := option(words, key)) is None:
-                value = files.value_at(content, key)
-            if value is not None:
-                found[name] = key, {"true": True, "false": False}.get(str(value).lower(), number(value) or value)
-                break
-    return found
 
 
 def _titan_batch(
@@ -397,22 +361,22 @@ def _titan_batch(
 
 def _titan_row(name: str, key: str, value: object) -> dict[str, Any]:
     """Return the row of a knob. If the engine does not try the value, it is the only one."""
-    is_usual = name != "micro_batch_size" or number(value) in (1, 2, 4, 8, 16)
+    value = number(value) or value
+    is_usual = name != "micro_batch_size" or value in (1, 2, 4, 8, 16)
     return {"flag": f"--{key}", "default": value, **({} if is_usual else {"values": [value]})}
 
 
-def _check_degrees(command: UserCommand, content: Mapping[str, Any], cluster: dict[str, Any], notes: Notes) -> None:
+def _check_degrees(read: Reading, command: UserCommand, cluster: dict[str, Any], notes: Notes) -> None:
     """Report degrees of data parallelism that are no sizes, or need another number of devices than the command has.
 
     An empty number of hosts in the command becomes the one that the degrees need.
     """
     product, is_whole = 1, True
-    for keys in (TABLES["replicate_keys"], TABLES["shard_keys"], *[*TITAN_KEYS.values()][:3]):
-        given = ((key, option(command.words, key) or files.value_at(content, key)) for key in keys)
-        key, value = next((each for each in given if each[1] is not None), ("", 1))
-        if keys == TABLES["shard_keys"] and (not key or str(value) == "-1"):
+    for target in ("replicate", "shard", *DEGREES):
+        key, value = _first(read, target)
+        if target == "shard" and (not key or str(value) == "-1"):
             is_whole, value = False, 1
-        if (size := number(value)) is None:
+        if (size := number(value) if key else 1) is None:
             notes.report(key, "is not a positive whole number", value=value, fix="correct it")
             return
         product *= size
@@ -431,17 +395,21 @@ def _check_degrees(command: UserCommand, content: Mapping[str, Any], cluster: di
 
 def replicas_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> tuple[str, int]:
     """Return the key with the number of copies of the sharded weights, and the number: 1 without such a key."""
-    given = ((key, option(words, key) or files.value_at(content, key)) for key in TABLES["replicate_keys"])
-    key, value = next((each for each in given if each[1] is not None), ("", 1))
+    key, value = _first(_titan(words, content), "replicate")
     return key, number(value) or 1
 
 
 def effects_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> list[Unmodelled]:
     """Return the effects of a file's keys and of a command's options that predictions do not include."""
-    options = (_option_of_torchtitan(words, place) for place, word in enumerate(words) if word.startswith("--"))
-    given = {**dict(flat(content)), **dict(options)}
+    given = dict(flat(content))
+    for _name, value, start, _end in placed(words):
+        written = words[start].partition("=")[0].lstrip("-")
+        section, _, key = written.rpartition(".")
+        is_off = key.startswith(("no-", "no_")) and not TORCHTITAN.is_listed(written)
+        own, value = (f"{section}.{key[3:]}", False) if is_off else (written, value)
+        given[own] = ",".join(map(str, value)) if isinstance(value, list) else value
     found = [(key, key, value) for key, value in given.items()]
-    if kind := FORMATS.search(name := str(option(words, "config"))):
+    if kind := FORMATS.search(name := str(given.get("config"))):
         found.append((f"config.{kind[0]}", f"--config {name}", True))
     return _effects(TORCHTITAN, found)
 
@@ -450,29 +418,18 @@ FORMATS = re.compile("float8|mxfp8|nvfp4|lora")
 """What the name of a configuration in Python says of its layers. Source: `config_registry.py` of torchtitan 0.3."""
 
 
-def _option_of_torchtitan(words: Sequence[str], place: int) -> tuple[str, Any]:
-    """Return the option at a place of a command, and its values, with commas between them. `--a.no-b` turns a.b off."""
-    name, equals, value = words[place][2:].partition("=")
-    values = itertools.takewhile(lambda word: not word.startswith("-"), words[place + 1 :])
-    section, _, key = name.rpartition(".")
-    if key.startswith(("no-", "no_")) and not TORCHTITAN.is_listed(name):
-        return f"{section}.{key[3:]}", False
-    return name, value if equals else ",".join(values) or True
-
-
-def _titan_names(content: Mapping[str, Any], words: Sequence[str]) -> list[str]:
+def _titan_names(read: Reading) -> list[str]:
     """Return the possible names of a model: of its files, of its kind and size, and of its configuration.
 
     The flavor decides on the shape: files of another size, or of a flavor without one, are those of a tokenizer.
     """
-    section = dict(content.get("model") or {})
-    section |= {key: own for key in ("name", "flavor", *FILES_OF_MODEL) if (own := option(words, f"model.{key}"))}
+    section = {key: own for key in ("name", "flavor", *FILES_OF_MODEL) if (own := read.given.get(f"model.{key}"))}
     paths = [str(section.get(each) or "") for each in FILES_OF_MODEL]
     if flavor := str(section.get("flavor") or "").lower():
         sizes = {*SIZE.findall(flavor)}
         own_sizes = [{*SIZE.findall(each.lower().rstrip("/").rpartition("/")[2])} for each in paths]
         paths = [each for each, own in zip(paths, own_sizes, strict=True) if sizes and (sizes <= own or not own)]
-    own = str(option(words, "config") or "").replace("_", "-")
+    own = str(read.given.get("config") or "").replace("_", "-")
     kinds = [each for each in (f"{section['name']}-{section.get('flavor')}" if "name" in section else "", own) if each]
     spelled = [re.sub(r"(?i)^(llama)-?(\d)(?:_(\d))?", r"\1-\2.\3", each).replace(".-", "-") for each in kinds]
     return [*filter(None, paths), *kinds, *spelled]

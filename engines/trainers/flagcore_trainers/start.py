@@ -1,8 +1,10 @@
 """The command and the configuration file of a candidate. Nothing of the user's is written."""
 
+import ast
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +13,13 @@ from typing import Any
 from flagcore.domain.files import replace as write_file
 from flagcore.domain.space import KnobValue
 from flagcore.errors import LaunchError, SpecError
-from flagcore.spec.plain_data import dump_yaml
+from flagcore.spec.plain_data import dump_yaml, package_yaml, read_text
 from flagcore_trainers.program import KnobRow
 
 CONFIG = "{config}"
 """A word of a command that stands for the path of the configuration file. Without it, the user's path is replaced."""
+PASSED: Mapping[str, Sequence[str]] = package_yaml(__package__, "importing.yaml")["passed"]
+"""The keywords of calls that take a configuration of DeepSpeed, or the name of its file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,3 +160,27 @@ def flag_value(words: Sequence[str], flag: str) -> Any:
         elif word.startswith(start):
             found = word[len(start) :]
     return found
+
+
+def own_configurations(words: Sequence[str], directory: Path) -> Iterator[str]:
+    """Yield a line for each call in scripts of a command that passes a dictionary as the configuration."""
+    for word in words:
+        path = Path(directory, word)
+        if path.suffix != ".py" or not path.is_file():
+            continue
+        with suppress(SyntaxError, ValueError, SpecError):
+            tree = ast.parse(read_text(path, file=word, key="train.command"))
+            nodes = [*ast.walk(tree)]
+            assigned = [each for each in nodes if isinstance(each, ast.Assign) and _is_dictionary(each.value)]
+            names = {name.id for each in assigned for name in each.targets if isinstance(name, ast.Name)}
+            for call in (each for each in nodes if isinstance(each, ast.Call)):
+                keywords = PASSED.get(getattr(call.func, "attr", getattr(call.func, "id", "")), ())
+                values = [each.value for each in call.keywords if each.arg in keywords]
+                if any(_is_dictionary(each) or getattr(each, "id", "") in names for each in values):
+                    place = f"{word}:{call.lineno}"
+                    yield f"{place} passes a configuration of its own: candidates need the file of the command there"
+
+
+def _is_dictionary(value: ast.expr) -> bool:
+    is_call = isinstance(value, ast.Call) and getattr(value.func, "id", "") == "dict"
+    return isinstance(value, ast.Dict) or is_call
