@@ -32,7 +32,6 @@ from flagcore_flagscale.source import (
     TABLES,
     Source,
     flagscale_name,
-    leaves,
 )
 
 _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
@@ -272,11 +271,11 @@ _IGNORED = {
 
 def _check_single_server(source: Source, item: Mapping[str, Any]) -> None:
     """Raise SpecError for a single server that only prefills or decodes."""
-    for path, value in leaves(item):
-        if flag_name(path) in _OF_ONE_SERVER and value not in (False, "null"):
+    for path, value in flat(item):
+        if flag_name(path) in _OF_ONE_SERVER and value not in (None, {}, False, "null"):
             problem = "is an argument of one of several servers, which trials would not start"
             fix = f"remove it, and set {_SWITCH}"
-            raise source.error(f"serve[0]{path}", problem, value=value, fix=fix)
+            raise source.error(f"serve[0].{path}", problem, value=value, fix=fix)
 
 
 def _convert_disaggregation(

@@ -103,7 +103,7 @@ class Source(Notes):
         value = self.take(path)
         if value is None or value == {}:
             return
-        keys = [key.removeprefix(".") for key, _ in leaves(value)] if isinstance(value, dict) else []
+        keys = [key for key, each in flat(value) if each not in (None, {})] if isinstance(value, dict) else []
         self.note(f"{path} ({', '.join(keys)})" if keys else path, f"dropped: {why}", at)
 
     def note_unknown_keys(self) -> None:
@@ -111,15 +111,6 @@ class Source(Notes):
         for key, value in flat(self.left):
             if value != {}:
                 self.note(key, "dropped: unknown to flagcore")
-
-
-def leaves(tree: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of each leaf. A path has a dot before each part."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{at}.{key}")
-        elif value is not None and value != {}:
-            yield f"{at}.{key}", value
 
 
 _MOVED_KEYS: dict[str, str] = TABLES["keys_of_spec"]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flagcore_importers.dialect import flat
 from flagcore_megatron.importing.arguments import RECOMPUTE, SIZES, Flags, baseline_of, baseline_problem, options, shape
 from flagcore_megatron.space.knobs import SPACE_KNOBS
 from flagcore_megatron.space.meshes import MESHES, SPLIT
@@ -20,7 +21,7 @@ from flagcore_flagscale.hetero import (
     meshes_problem,
     mixed_baseline,
 )
-from flagcore_flagscale.source import Source, leaves
+from flagcore_flagscale.source import Source
 
 _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
 _MIB = 1 << 20
@@ -192,8 +193,8 @@ def _set_memory(source: Source, cluster: dict[str, Any]) -> None:
         )
     if name is not None:
         source.note(f"{section_key}.model_name", f"dropped ({name}): flagcore has its own memory model", "cluster")
-    for key, _ in leaves(section):
-        source.note(f"{section_key}{key}", "dropped: unknown to flagcore", "cluster")
+    for key, _ in flat(section):
+        source.note(f"{section_key}.{key}", "dropped: unknown to flagcore", "cluster")
 
 
 def _is_share_pair(value: object) -> bool:
