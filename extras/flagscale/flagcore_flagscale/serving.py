@@ -12,7 +12,7 @@ from typing import Any
 
 from flagcore_importers.dialect import flat
 from flagcore_megatron.importing.arguments import flag_name
-from flagcore_serving.launch.importing import LENGTHS, parse_length
+from flagcore_serving.space.flags import LENGTHS, parse_length
 from flagcore_serving.space.hardware import PP, PREFILL_DECODE, TP
 from flagcore_serving.space.knobs import LAYOUT, TRANSFER
 

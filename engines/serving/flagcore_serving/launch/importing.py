@@ -1,52 +1,36 @@
 """Converts the command of a server to a spec."""
 
-import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from decimal import Decimal
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from flagcore_models.public import find_public
 
 from flagcore.domain.chip import USUAL_DEVICES
-from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start
-from flagcore.domain.secrets import is_secret, redact_text
+from flagcore.domain.secrets import redact_text
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, join_errors
 from flagcore.launchers.programs import strip_dashes
-from flagcore.spec.plain_data import Notes, mapping_of, read_mapping
+from flagcore.spec.plain_data import Notes
 from flagcore_serving.job import CLIENTS_PER_DEVICE, Load
+from flagcore_serving.launch.arguments import Arguments, Pair, of_variables, split, with_config, with_model
 from flagcore_serving.launch.start import EngineProfile
-from flagcore_serving.space.flags import as_words, leaves
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP
 from flagcore_serving.space.knobs import CONTEXT, DEFAULT_SPACE, QUANTIZATION, TRANSFER
 from flagcore_serving.space.roles import parse_roles
 from flagcore_serving.space.rules import check_text
 
-LENGTHS = (
-    *("max_model_len", "context_length", "ctx_size"),
-    *("kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_scheduled_tokens"),
-)
-"""Arguments whose value may have a unit, such as 32k. Source: vLLM 0.33 `engine/arg_utils.py`."""
-_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_HOSTS = "nnodes"
 _PASSES = re.compile("exec|nohup|sudo|time|env|setsid|uv|run")
 """Words in front of a program without effect."""
 _NO_TEXT = re.compile("(?i)embed(?!ded)|rerank|(^|/)(bge|gte|e5)-")
 """Names of models that generate no text."""
-_MODEL_PLACEHOLDER = re.compile(r"\.\.\.|…|<.*>|\[.*\]|.*(\{\w+\}|\{\{.*\}\}|\$[({].*[)}]|\$\w+|__[A-Z]\w*__).*")
-_PLACEHOLDER = re.compile(r"[\w./:-]*(\{\w+\}|\{\{.*\}\}|\$\{\w+\}|\$\w+|__[A-Z]\w*__|\[[A-Za-z]\w+\])[\w./:-]*")
-_PATH = re.compile("[^={/]*/[^={]*$")
-_PATH_FLAG = re.compile("file|path|dir|template|preset")
 _NAME_FLAG = re.compile("-[stnS]|-dmS|--(target|name|container)")
 """Flags of other programs whose value may be the name of a server."""
-Pair: TypeAlias = tuple[str, list[str]]
-"""A flag, with its dashes, and its values."""
 
 
 def spec_of_command(
@@ -57,10 +41,10 @@ def spec_of_command(
     program, words = _program(engine, start, notes)
     is_default = tuple(program) == tuple(engine.program.program)
     flags, version = engine.program.installed_release() if is_default and not start.version else ((), start.version)
-    pairs = _with_config(engine, list(_split(engine, words)), start, directory, notes)
-    pairs = [*_of_variables(engine, start.envs), *pairs]
-    pairs = [*pairs, ("", [model])] if model else _with_model(engine, pairs, notes)
-    found = _Arguments(engine, pairs, flags, version, notes)
+    pairs = with_config(engine, list(split(engine, words)), start, directory, notes)
+    pairs = [*of_variables(engine, start.envs), *pairs]
+    pairs = [*pairs, ("", [model])] if model else with_model(engine, pairs, notes)
+    found = Arguments(engine, pairs, flags, version, notes)
     path = model or _weights(found.model, directory, notes)
     check_text(found.values, "--")
     _check_model(engine, path, pairs, program)
@@ -247,210 +231,6 @@ def _position(engine: EngineProfile, words: Sequence[str]) -> tuple[int, int] | 
     return None
 
 
-def _with_config(engine: EngineProfile, pairs: list[Pair], start: Start, directory: Path, notes: Notes) -> list[Pair]:
-    """Return the flags of a command after those in its configuration file, if that is known. Raises SpecError."""
-    program = engine.program
-    named = [(program.full_name(strip_dashes(flag)), values) for flag, values in pairs if flag]
-    found = next((values for name, values in named if values and name == program.config_flag), None)
-    if found is None and program.file_variable in start.envs:
-        found = [start.envs[program.file_variable]]
-    if found is None:
-        return pairs
-    file, *model = found  # the model may follow the file
-    mounted, added, content = start.files.get(file), list[Pair](), dict[str, Any]()
-    if mounted is None and os.path.isabs(file) and not os.path.exists(file):  # of a container or another machine
-        text = f"{file} is not known here, and its flags are left out: write them into the command"
-    else:
-        text = f"the flags of {file} are part of the command"
-        content = read_mapping(directory / file, file=file) if mounted is None else mapping_of(mounted, file=file)
-    notes.note(f"--{program.config_flag}" if program.config_flag else program.file_variable, text, "serve")
-    if program.typed_file:
-        content = {path: each for key, value in content.items() for path, each in leaves(key, value)}
-    for key, value in content.items():
-        if value is False and not program.typed_file:
-            problem = f"dropped: as in {engine.program.title}, false in a configuration file has no effect"
-            notes.note(f"--{key}", problem, "serve")
-            continue
-        given = [each for each in (value if isinstance(value, list) else [value]) if each is not True]
-        added.append(
-            (f"--{key}", [json.dumps(each) if isinstance(each, Mapping | bool) else str(each) for each in given])
-        )
-    first = [pair for pair in [*pairs, ("", model)] if not pair[0] and pair[1]]
-    others = (pair for pair in pairs if pair[0])
-    return [
-        *first,
-        *added,
-        *(pair for pair in others if program.full_name(strip_dashes(pair[0])) != program.config_flag),
-    ]
-
-
-def _of_variables(engine: EngineProfile, envs: Mapping[str, str]) -> Iterator[Pair]:
-    """Yield the flags that variables stand for. Those of the command override them."""
-    for name, value in envs.items():
-        if (prefix := engine.program.env_prefix) and name.startswith(prefix):
-            flag = name.removeprefix(prefix).lower().replace("_", "-")
-            yield f"--{engine.program.env_flags.get(flag, flag)}", [value]
-
-
-class _Arguments:
-    """What a command line sets: the model, flags with values (True if none), hosts, and data-parallel ranks per host
-    (or 0). Raises SpecError for misspelt flags. `installed_flags`: as in `Program.check`."""
-
-    def __init__(
-        self, engine: EngineProfile, pairs: Sequence[Pair], installed_flags: Collection[str], version: str, notes: Notes
-    ) -> None:
-        self._program, self._version, self._notes = engine.program, version, notes
-        self.model: str | None = None
-        self.hosts, self.local = 1, 0
-        self.values: dict[str, Any] = {}
-        self._problems = list[SpecError]()
-        for flag, values in pairs:
-            self._add(flag, values)
-        if self.model and _MODEL_PLACEHOLDER.fullmatch(self.model):
-            fix = "write the name or the path of the model in its place, or give it as --model"
-            self._problems.insert(0, SpecError(key="model", value=self.model, problem="is a placeholder", fix=fix))
-        written, self.values = self.values, self._program.known_args(self.values)
-        for name in [name for name in self.values if self._program.knob_of(name)[0] is None]:
-            if not self._is_known(name, installed_flags):
-                del self.values[name]
-                written.pop(name, None)
-        if self._problems:
-            raise join_errors(self._problems)
-        added = {name for name in self.values if name not in (*written, EP)}
-        dropped = {name: value for name, value in written.items() if name not in self.values}
-        alone = {name: added & {*self._program.known_args({name: value})} for name, value in dropped.items()}
-        rest = added.difference(*alone.values())
-        for name, own in alone.items():
-            text = " and ".join(sorted(own or rest))
-            notes.note(
-                f"--{name}", f"is replaced with {text}" if text else "dropped: has no effect", "serve.engine_args"
-            )
-
-    def _add(self, flag: str, values: list[str]) -> None:
-        """Add a flag with its values."""
-        name, knob = self._named(flag)
-        if self.model is None and knob is not None and len(values) > (knob.kind != "flag"):
-            self.model = values.pop()  # the model follows a flag, as in `--enforce-eager MODEL`
-        if not flag and len(values) > 1:
-            fix = f"write only the model after {' '.join(self._program.commands[0])}"
-            raise SpecError(key="model", value=" ".join(values), problem="is several words", fix=fix)
-        if not flag or name in self._program.model_flags:
-            self.model = values[0] if values else self.model
-        elif name in (_HOSTS, self._program.local_flag) and len(values) == 1 and values[0].isdecimal():
-            self._count(flag, name, int(values[0]))
-        elif reason := self._program.reserved.get(name) or ("secrets are not copied" if is_secret(name) else ""):
-            self._notes.note(flag, f"dropped: {reason}", "serve.engine_args")
-        elif problem := _problem(flag, name, values):
-            self._problems.append(problem)
-        elif len(values) > 1 and knob is not None:
-            self._notes.note(flag, f"dropped ({' '.join(values)}): a knob has a single value", "serve.engine_args")
-        else:
-            self.values[name] = _argument(name, values, is_switch=knob is not None and knob.kind == "flag")
-
-    def _count(self, flag: str, name: str, count: int) -> None:
-        if name == _HOSTS:
-            self.hosts, what = count, "hosts of the cluster"
-        else:
-            self.local, what = count, "data-parallel ranks per host"
-        self._notes.note(flag, f"is the number of {what}", "cluster")
-
-    def _named(self, flag: str) -> tuple[str, Knob | None]:
-        """Return the name of a flag, in full, and its knob."""
-        name = strip_dashes(flag)
-        knob, _ = self._program.knob_of(name)
-        if knob is None and flag:
-            is_short = not flag.startswith("--")
-            name = self._program.full_name(name) if is_short else self._program.unabbreviated(name, self._version)
-            knob, _ = self._program.knob_of(name)
-            if not is_short and name != strip_dashes(flag):
-                self._notes.note(flag, f"is short for --{name}", "serve")
-        elif knob is not None and flag[1:2] != "-" and knob.flags:
-            name = strip_dashes(knob.flags[0].name)
-        return name, knob
-
-    def _is_known(self, name: str, installed_flags: Collection[str]) -> bool:
-        """Return whether an argument without a knob is kept. Add a problem or a note for an unknown one."""
-        flag, program = as_words({name: True}, has_negation=True)[0], self._program
-        found = program.flag_problem(name, installed_flags, self._version)
-        if found and not found.removed:
-            fix = found.fix.replace("did you mean ", "did you mean --")
-            self._problems.append(SpecError(key=flag, problem=found.problem, fix=fix))
-        elif found and found.is_certain:
-            self._notes.note(flag, f"dropped: {found.problem}; {found.fix}", "serve.engine_args")
-            return False
-        elif found:
-            problem = f"{found.problem}; {found.fix}, or set serve.engine_version to your release"
-            self._notes.note(flag, problem, f"serve.engine_args.{name}")
-        else:
-            for effect in program.effects(name, self.values[name], flag):
-                text = f"is passed to the engine, but not predicted: {effect.why}"
-                self._notes.note(flag, text, f"serve.engine_args.{name}")
-        return True
-
-
-def _problem(flag: str, name: str, values: Sequence[str]) -> SpecError | None:
-    """Return the error for a flag whose value is a placeholder or missing, or None."""
-    if unfilled := next(filter(_PLACEHOLDER.fullmatch, values), ""):
-        fix = "write its value: give the file after `envsubst`, `helm template` or the like has filled it"
-        return SpecError(key=flag, value=unfilled, problem="is a placeholder", fix=fix)
-    if not values and name.replace("-", "_") in LENGTHS:
-        fix = "write its value, which may be a variable that is not set"
-        return SpecError(key=flag, problem="has no value", fix=fix)
-    return None
-
-
-def _argument(name: str, values: Sequence[str], *, is_switch: bool) -> Any:
-    """Return the value of an argument, or its list of values."""
-    given = [_value(name, each) for each in values] or [True]
-    if is_switch and str(given[0]).lower() in ("true", "false", "1", "0"):
-        given[0] = str(given[0]).lower() in ("true", "1")
-    return given if len(given) > 1 else given[0]
-
-
-def _with_model(engine: EngineProfile, pairs: list[Pair], notes: Notes) -> list[Pair]:
-    """Return the flags of a command, with the model first: if it has no other place, it follows the value of a flag."""
-    for flag, values in pairs:
-        name = engine.program.full_name(strip_dashes(flag))
-        knob, _ = engine.program.knob_of(name)
-        if not flag or name in engine.program.model_flags or (knob and len(values) > (knob.kind != "flag")):
-            return pairs
-    is_path = _PATH.match
-    long = [pair for pair in pairs if len(pair[1]) > 1 and is_path(pair[1][-1])]
-    last = [pair for pair in pairs[-1:] if any(map(is_path, pair[1])) and not _PATH_FLAG.search(pair[0])]
-    if not (long or last):
-        return pairs
-    flag, values = pair = (long or last)[-1]
-    notes.note("model", f"{values[-1]} is not the value of {flag}", "model")
-    return [("", values[-1:]), *((flag, values[:-1]) if each is pair else each for each in pairs)]
-
-
-def _split(engine: EngineProfile, words: Sequence[str]) -> Iterator[Pair]:
-    """Yield each flag with its values. Values before the first flag have an empty flag."""
-    flag, values = "", list[str]()
-    for word in words:
-        if not re.match("--?[A-Za-z]", word):
-            values.append(word)
-            continue
-        if flag or values:
-            yield from _assigned(engine, flag, values)
-        flag, equals, value = word.partition("=")
-        if word[1:2] in tuple(engine.program.digit_flags) and word[2:].isdecimal():
-            flag, equals, value = word[:2], "=", word[2:]
-        values = [value] if equals else []
-    if flag or values:
-        yield from _assigned(engine, flag, values)
-
-
-def _assigned(engine: EngineProfile, flag: str, values: list[str]) -> Iterator[Pair]:
-    """Yield a flag with its values, or the flags that the values FLAG=VALUE of `Program.set_flag` set."""
-    if not flag or strip_dashes(flag) != engine.program.set_flag:
-        yield flag, values
-        return
-    for each in values:
-        name, _, value = each.partition("=")
-        yield f"--{name}", [value]
-
-
 def _divide(
     engine: EngineProfile, arguments: Mapping[str, Any], version: str, directory: Path, notes: Notes
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -499,18 +279,3 @@ def _weights(model: str | None, directory: Path, notes: Notes) -> str:
     if model.startswith(("./", "../")) or not find_public(model):
         notes.note("model", f"{model} is not on this machine: download it, and set its path", "model")
     return model
-
-
-def _value(name: str, text: str) -> Any:
-    """Convert a command-line value to a number if it is one; otherwise return `text`."""
-    if re.fullmatch(r"-?(\d+|\d*\.\d+)", text):
-        return float(text) if "." in text else int(text)
-    return parse_length(text) if name.replace("-", "_") in LENGTHS else text
-
-
-def parse_length(value: Any) -> Any:
-    """Convert `4k` to 4000, `4K` to 4096 and `1.5k` to 1500, as vLLM does. Return other values unchanged."""
-    match = re.fullmatch(r"(\d{1,9})(?:\.(\d{1,9}))?([kKmMgG])", value) if isinstance(value, str) else None
-    if not match or (match[2] and match[3].isupper()):
-        return value
-    return int(Decimal(f"{match[1]}.{match[2] or 0}") * _UNITS[match[3]])

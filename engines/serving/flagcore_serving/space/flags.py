@@ -4,13 +4,21 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from decimal import Decimal
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flagcore.launchers.programs import strip_dashes
 from flagcore_serving.job import EngineArg
+
+LENGTHS = (
+    *("max_model_len", "context_length", "ctx_size"),
+    *("kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_scheduled_tokens"),
+)
+"""Arguments whose value may have a unit, such as 32k. Source: vLLM 0.33 `engine/arg_utils.py`."""
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class FlagProblem(NamedTuple):
@@ -87,3 +95,11 @@ def as_words(args: Mapping[str, EngineArg], *, has_negation: bool) -> list[str]:
         else:
             words += [dashes + name, *map(str, value if isinstance(value, list) else [value])]
     return words
+
+
+def parse_length(value: Any) -> Any:
+    """Convert `4k` to 4000, `4K` to 4096 and `1.5k` to 1500, as vLLM does. Return other values unchanged."""
+    match = re.fullmatch(r"(\d{1,9})(?:\.(\d{1,9}))?([kKmMgG])", value) if isinstance(value, str) else None
+    if not match or (match[2] and match[3].isupper()):
+        return value
+    return int(Decimal(f"{match[1]}.{match[2] or 0}") * _UNITS[match[3]])
