@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from flagcore_importers.dialect import Dialect, Reading, flat, placed, read_config
+from flagcore_importers.dialect import Dialect, Reading, flat, name_of, placed, read_config
 from flagcore_models.public import model_of
 from flagcore_training.commands import UserCommand, cluster_of, parse
 from flagcore_training.unmodelled import joined, note_effects
@@ -21,7 +21,7 @@ from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.plain_data import Notes, package_yaml, read_text
 from flagcore_trainers import start as files
-from flagcore_trainers.fully_shard import AC
+from flagcore_trainers.fully_shard import AC, CP, PP, TP
 
 Imported = tuple[dict[str, Any], Sequence[ImportNote]]
 TABLES: Any = package_yaml(__package__, "importing.yaml")
@@ -36,6 +36,12 @@ def option(words: Sequence[str], *names: str) -> Any:
     """Return the value of the first of the options that the command sets, written with - or _, or None."""
     flags = [f"--{each}" for name in names for each in dict.fromkeys((name, name.replace("_", "-")))]
     return next((value for flag in flags if (value := files.flag_value(words, flag)) is not None), None)
+
+
+def _options(words: Sequence[str]) -> dict[str, Any]:
+    """Return the values of the options of a command by their names as they are written, with dashes."""
+    found = ((words[start].partition("=")[0], value) for _name, value, start, _end in placed(words))
+    return {name: value for name, value in found if name.startswith("--")}
 
 
 def number(value: object) -> int | None:
@@ -170,9 +176,8 @@ def _note_unpredicted(words: Sequence[str], content: Mapping[str, Any], director
 def _of_script(words: Sequence[str]) -> Iterator[str]:
     """Yield the options of a script that no table knows."""
     read = {*TABLES["length_flags"], *TABLES["model_flags"], *TABLES["launcher_flags"], *SIZES}
-    for name in dict.fromkeys(word.partition("=")[0] for word in words if re.match("--[A-Za-z]", word)):
-        plain = name[2:].replace("-", "_")
-        switch = f"--{re.sub('^(no|disable|without)_', '', plain)}"
+    for name in _options(words):
+        switch = f"--{re.sub('^(no|disable|without)_', '', plain := name_of(name))}"
         if plain not in read and not DEEPSPEED.is_listed(plain) and not CHECKPOINTS.fullmatch(switch):
             yield name
 
@@ -189,14 +194,13 @@ def effects_of_deepspeed(words: Sequence[str], content: Mapping[str, Any]) -> li
 
     Options that have no class are those of the user's own script.
     """
-    stage, given = files.value_at(content, "zero_optimization.stage"), dict(flat(content))
-    offloads = files.value_at(content, "zero_optimization.offload_optimizer.device") not in (None, "none")
-    idle = OF_ZERO_3 if stage not in (3, "3", "auto") else re.compile("")
-    keys = [key for key in given if not idle.fullmatch(key) and (offloads or not OF_OFFLOAD.fullmatch(key))]
-    names = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
-    options = [name for name in names if not DEEPSPEED.unclassed([name[2:]])]
-    found = [(key, key, given[key]) for key in keys] + [(name[2:], name, option(words, name[2:])) for name in options]
-    return _effects(DEEPSPEED, found)
+    stage, device = (
+        files.value_at(content, f"zero_optimization.{key}") for key in ("stage", "offload_optimizer.device")
+    )
+    idle = [OF_ZERO_3] * (stage not in (3, "3", "auto")) + [OF_OFFLOAD] * (device in (None, "none"))
+    found = {key: value for key, value in flat(content) if not any(each.fullmatch(key) for each in idle)}
+    options = {name: value for name, value in _options(words).items() if not DEEPSPEED.unclassed([name[2:]])}
+    return _effects(DEEPSPEED, [(name.removeprefix("--"), name, each) for name, each in (found | options).items()])
 
 
 DEEPSPEED, TORCHTITAN = (read_settings(__package__, f"settings/{name}.yaml") for name in ("deepspeed", "torchtitan"))
@@ -222,12 +226,10 @@ def _effects(settings: Settings, given: Iterable[tuple[str, str, Any]]) -> list[
 
 def _turned_on(words: Sequence[str], options: re.Pattern[str]) -> Iterator[str]:
     """Yield the options of a command that match a pattern and are not turned off, as they are written."""
-    for word in words:
-        name = word.partition("=")[0]
-        if options.fullmatch(f"--{name[2:].replace('-', '_')}") and name.startswith("--"):
-            value = str(files.flag_value(words, name)).lower()
-            if value not in ("false", "0", "no", "off", "none", "adamw_torch", "adamw_torch_fused", "adamw_hf"):
-                yield name
+    for name, value in _options(words).items():
+        is_off = str(value).lower() in ("false", "0", "none", "adamw_torch", "adamw_torch_fused", "adamw_hf")
+        if options.fullmatch(f"--{name_of(name)}") and not is_off:
+            yield name
 
 
 def _no_program(words: Sequence[str]) -> SpecError:
@@ -265,7 +267,7 @@ def _cluster(start: Start, directory: str, notes: Notes) -> dict[str, Any]:
 
 
 TITAN = Dialect(starts="torchtitan", keys=TABLES["titan_keys"])
-DEGREES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+DEGREES = (TP, CP, PP)
 CONFIG_FILE = "job.config_file"
 FILES_OF_MODEL = ("hf_assets_path", "tokenizer_path")
 SIZE = re.compile(r"\d+(?:\.\d+)?[bme](?![a-z])")
@@ -326,8 +328,8 @@ def _titan_program(read: Reading, stages: int, knobs: Sequence[str] | None, note
     """Return the section `train.program`. `knobs`: those of the engine; None for releases with a subcommand."""
     program: dict[str, Any] = {} if knobs is None else {"trial_args": TABLES["old_trial"]}
     if stages > 1:
-        program["fixed"] = {"zero_stage": 3, "pipeline_model_parallel_size": stages}
-        notes.note(_first(read, DEGREES[2])[0], "stays as it is in all trials", "train.program")
+        program["fixed"] = {"zero_stage": 3, PP: stages}
+        notes.note(_first(read, PP)[0], "stays as it is in all trials", "train.program")
     if knobs is not None:
         found = {name: _first(read, name) for name in TITAN.keys if name in knobs}
         rows = {name: _titan_row(name, *each) for name, each in found.items() if each[0]}
@@ -402,12 +404,11 @@ def replicas_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> 
 def effects_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> list[Unmodelled]:
     """Return the effects of a file's keys and of a command's options that predictions do not include."""
     given = dict(flat(content))
-    for _name, value, start, _end in placed(words):
-        written = words[start].partition("=")[0].lstrip("-")
-        section, _, key = written.rpartition(".")
-        is_off = key.startswith(("no-", "no_")) and not TORCHTITAN.is_listed(written)
-        own, value = (f"{section}.{key[3:]}", False) if is_off else (written, value)
-        given[own] = ",".join(map(str, value)) if isinstance(value, list) else value
+    for written, value in _options(words).items():
+        section, _, key = (name := written[2:]).rpartition(".")
+        is_off = key.startswith(("no-", "no_")) and not TORCHTITAN.is_listed(name)
+        name, value = (f"{section}.{key[3:]}", False) if is_off else (name, value)
+        given[name] = ",".join(map(str, value)) if isinstance(value, list) else value
     found = [(key, key, value) for key, value in given.items()]
     if kind := FORMATS.search(name := str(given.get("config"))):
         found.append((f"config.{kind[0]}", f"--config {name}", True))

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -427,6 +428,7 @@ def _note_others(
 def _is_known(key: str) -> bool:
     """Return whether a table has the name of a key, or the key is part of another model's configuration."""
     *sections, name = key.split(".")
-    listed = {*TABLES["known"].split(), *TABLES["model_keys"], *TABLES["used"], *_DEFAULTS}
+    read = chain.from_iterable(TABLES["read"].values())
+    listed = {*TABLES["known"].split(), *read, *TABLES["model_keys"], *TABLES["used"], *_DEFAULTS}
     of_model = any(each.endswith("_config") for each in sections)
     return of_model or name in listed or not MEGATRON.unclassed([name.replace("_", "-")])
