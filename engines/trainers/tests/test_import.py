@@ -168,5 +168,7 @@ def test_sizes_in_python_are_asked_for(tmp_path: Path, monkeypatch: pytest.Monke
     words = "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b"
     with pytest.raises(SpecError, match=r"training\.seq_len"):
         api.read_command(None, [words])
-    data = api.read_command(None, [words + " --training.seq_len 8192 --training.local_batch_size 2"]).data
-    assert (data["train"]["global_batch_size"], data["cluster"]["devices_per_node"]) == (16, 8)
+    words += " --training.seq_len 8192 --training.local_batch_size 2"
+    for shards in ("", " --parallelism.data_parallel_shard_degree -1"):
+        data = api.read_command(None, [words + shards]).data
+        assert (data["train"]["global_batch_size"], data["cluster"]["devices_per_node"]) == (16, 8)

@@ -127,6 +127,7 @@ def test_kinds_of_layers_and_the_vision_tower_are_read(tmp_path: Path) -> None:
     assert (model.vision.num_layers, model.vision.output_size) == (27, 4096)
     images = {"images_per_sequence": 1, "image_width": 640, "image_height": 480, "freeze_vision_model": True}
     assert images.items() <= settings.items()
+    assert not [note for note in found.notes if "image_size" in note.key]
     text = imported("llama3_8b.yaml", str(tmp_path / "changes.yaml"), "~dataset.image_size")
     assert "freeze_vision_model" not in text.data["train"]["settings"]
     assert "model.vision_config" in [note.key for note in text.notes]

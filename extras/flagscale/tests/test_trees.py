@@ -490,7 +490,7 @@ def _paths(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def test_flags_that_an_engine_refuses_to_take_never_come_into_its_arguments() -> None:
-    refused = {name for module in (vllm_knobs, sglang_knobs, llama_knobs) for name in module.PROGRAM.reserved}
+    refused = {name for module in (vllm_knobs, sglang_knobs, llama_knobs) for name in module.ENGINE.program.reserved}
     assert {name.replace("-", "_") for name in refused} - RESERVED_ARGUMENTS.keys() == {
         "model",
         "model_path",
