@@ -44,12 +44,12 @@ def dense_of(model: Model) -> Dense:
 
 def experts_of(model: Model) -> Experts | None:
     """Return the mixture of experts of a model's layers that have one. None for a model without experts."""
-    if model.num_moe_experts is None:
+    if not model.experts:
         return None
     return Experts(
         width=model.moe_ffn_hidden_size or model.ffn_hidden_size,
         gated=model.gated_linear_unit,
-        count=model.num_moe_experts,
+        count=model.experts,
         chosen=model.moe_router_topk,
         shared=model.moe_shared_expert_intermediate_size or 0,
         latent=model.moe_latent_size or 0,
