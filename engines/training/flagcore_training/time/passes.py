@@ -68,6 +68,17 @@ class Block(ArrayRecord):
     weight: FloatArray
     repeated: Seconds
 
+    def recomputed(self, share: FloatArray, selective: FloatArray) -> StageTime:
+        """Return the times with recompute: in full of a `share` of the layers, and selective of the others.
+
+        Full recompute repeats the forward pass with its collectives before the backward pass. `selective` is 1 if the
+        named modules of the other layers are repeated, else 0.
+        """
+        backward = self.backward
+        for extra, times in ((self.forward, share), (self.repeated, selective * (1.0 - share))):
+            backward = backward + extra * times if times.any() else backward
+        return StageTime(self.forward, backward, self.weight)
+
 
 @dataclass(frozen=True, slots=True)
 class StageTime(ArrayRecord):
@@ -88,6 +99,21 @@ def norm_seconds(kernels: KernelCosts, tensor_bytes: FloatArray) -> tuple[FloatA
     On one accelerator, 2.3 to 3.3 and 6.3 to 7.5 passes were measured at sizes that keep it fully busy.
     """
     return kernels.memory_seconds(2.5 * tensor_bytes), kernels.memory_seconds(5.0 * tensor_bytes)
+
+
+def norm_and_residual(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return the seconds of a block's norm in forward and in backward, and of the residual sum after the block.
+
+    With n residual streams, kernels before the block read them twice and write their sum, and one after it reads and
+    writes them and reads the block's output (arXiv 2512.24880). Backward is counted with twice this traffic.
+    """
+    kernels, unit, streams = costs.kernels, float(train.value_bytes), train.model.residual_streams
+    h, rows = train.model.hidden_size, layout.token_rows(train.sequence)
+    norm, back = norm_seconds(kernels, unit * h * rows)
+    if streams > 1:
+        mixed = kernels.memory_seconds(unit * (4.0 * streams - 1.0) * h * rows)
+        norm, back = norm + mixed, back + 2.0 * mixed
+    return norm, back, kernels.memory_seconds(unit * 3.0 * h * rows)
 
 
 def activation_seconds(
