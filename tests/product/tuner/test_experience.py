@@ -261,7 +261,9 @@ def test_a_usual_candidate_that_is_about_as_fast_is_recommended_and_listed_by_it
 ) -> None:
     found = problem()
     first, second = rows_by_time(found)[:2]
-    monkeypatch.setattr(type(ENGINE.plans), "unusual", lambda _plans, _task, _columns, rows: 1.0 * (rows.step_time_s == 1))
+    monkeypatch.setattr(
+        type(ENGINE.plans), "unusual", lambda _plans, _task, _columns, rows: 1.0 * (rows.step_time_s == 1)
+    )
     step_time_s = 10 + found.predictions.step_time_s
     step_time_s[first] = 1
     for faster, expected in ((0.5, second), (1.5, first)):
