@@ -181,7 +181,7 @@ def with_splits(train: Training, layout: Layout, split: LayerSplit) -> tuple[Tra
     ):
         counts = _chunks(stage_layers, lead, length, virtual, early=is_early)
         chunks[row, : len(counts)], mixes[row, :length] = counts, mixes_of(model, counts, length)
-        norm[row, np.flatnonzero(counts)[-1] % length] = True
+        norm[row, np.flatnonzero(counts)[-1:] % length] = True  # a split that does not exist has no layers
     norm = norm if model.mtp_num_layers else last
     dense = layers if not model.experts else leading
     table = np.stack((first, last, norm, layers, dense, mtp), axis=2).astype(np.float64)

@@ -243,6 +243,13 @@ def test_a_split_that_is_no_faster_than_the_even_one_stays_even() -> None:
     assert layouts(work, split) == ["", "", ""]
 
 
+@pytest.mark.parametrize(("leading", "pipeline"), [(5, 4), (7, 2), (7, 4)])
+def test_candidates_whose_leading_layers_leave_no_other_split_stay_even(leading: int, pipeline: int) -> None:
+    model = dataclasses.replace(EXPERTS, num_layers=8, moe_first_dense_layers=leading)
+    work, split = derived(train(model), layout(pipeline=pipeline, virtual=2), costs())
+    assert (split.split.tolist(), layouts(work, split)) == ([0.0], [""])
+
+
 @pytest.mark.parametrize(
     ("chunks", "text"),
     [([1, 1], "Et|tL"), ([4, *[4] * 14, 1], "Et*4|(t*4|)*14tL"), ([2, 3, 3, 2, 0], "Ett|t*3|t*3|tt|L")],
