@@ -11,7 +11,9 @@ from flagcore_training.memory.training import component_table, memory_in_use, st
 from flagcore_training.stages import model_flops, parts_of_model, placed, stage, stage_of, stages
 from flagcore_training.start import missing_layers
 from flagcore_training.time import step
-from flagcore_training.time.step import Blocks, Pace, costs_in_run, rank_time, step_time
+from flagcore_training.time.pace import Pace
+from flagcore_training.time.stage import Blocks
+from flagcore_training.time.step import costs_in_run, rank_time, step_time
 from numpy.typing import NDArray
 
 from flagcore.contracts import Costs

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_training.layout import ArrayRecord, Layout, Options, Training
-from flagcore_training.time.step import DEPENDS_ON, LAYER_COUNTS, Blocks, Pace
+from flagcore_training.time.pace import Pace
+from flagcore_training.time.stage import DEPENDS_ON, LAYER_COUNTS, Blocks
 
 from engines.training.tests.candidates import DEEPSEEK_16B, layout, plain_costs, train
 from flagcore.contracts import Costs

@@ -7,7 +7,15 @@ from flagcore_training.layout import Layout, StageLayers, Training, distinct
 from flagcore_training.mixes import layer_kinds
 from flagcore_training.stages import splits_of
 from flagcore_training.time.passes import Block, Seconds, StageTime
-from flagcore_training.time.step import DEPENDS_ON, Blocks, Parts, host_of, launch_wait
+from flagcore_training.time.stage import (
+    DEPENDS_ON,
+    Blocks,
+    Parts,
+    host_of,
+    launch_wait,
+    recomputed_layers,
+    recomputed_share,
+)
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
@@ -51,12 +59,11 @@ def _seconds(train: Training, layout: Layout, costs: Costs, parts: Parts) -> tup
     """
     (host, *lags), kinds, total = host_of(train, layout, costs), layer_kinds(train.model), float(train.model.num_layers)
     zeros = np.zeros_like(layout.data)
-    share = np.where(layout.uniform > 0, 1.0, np.minimum(layout.block * layout.virtual * layout.pipeline / total, 1.0))
+    share = recomputed_share(recomputed_layers(layout), total / layout.pipeline)
 
     def busy(block: Block | StageTime) -> FloatArray:
-        forward, backward = block.forward, block.backward + Seconds.from_compute(block.weight)
-        if isinstance(block, Block):
-            backward = backward + block.forward * share + block.repeated * layout.selective
+        time = block.recomputed(share, layout.selective) if isinstance(block, Block) else block
+        forward, backward = time.forward, time.backward + Seconds.from_compute(time.weight)
         passes = zip((forward, backward), lags, strict=True)
         return sum((each.total + launch_wait(each.total, each.launches, host, lag) for each, lag in passes), zeros)
 

@@ -11,7 +11,7 @@ from flagcore_training.mixes import mixes_of
 from flagcore_training.schedules import makespan
 from flagcore_training.stages import MTP, layer_parameters, layers_before_last, stage, stage_of
 from flagcore_training.time.pipeline import shape_seconds
-from flagcore_training.time.step import DEPENDS_ON, Blocks
+from flagcore_training.time.stage import DEPENDS_ON, Blocks
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray

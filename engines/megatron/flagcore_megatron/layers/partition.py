@@ -14,7 +14,8 @@ from itertools import pairwise, product
 
 import numpy as np
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, distinct, pick
-from flagcore_training.time.step import Blocks, Pace, StagePace
+from flagcore_training.time.pace import Pace, StagePace
+from flagcore_training.time.stage import Blocks
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
@@ -167,7 +168,7 @@ class Paces(ArrayRecord):
         if not self.starts:
             return first
         group = StageGroups(self.starts, ()).group(place)
-        fields = ("blocks", "host", "forward_lag", "lag")
+        fields = ("parts", "host", "forward_lag", "lag")
         return replace(first, **{name: pick(group, [getattr(each, name) for each in self.groups]) for name in fields})
 
 

@@ -10,8 +10,10 @@ from flagcore_training.layout import ArrayRecord, Layout, Training
 from flagcore_training.memory.training import split_parameters, stages_in_use, trained_parts
 from flagcore_training.stages import Stage, stage_of, stage_parameters
 from flagcore_training.time.optimizer import gradient_time, optimizer_time
+from flagcore_training.time.pace import Pace
 from flagcore_training.time.passes import Seconds, StageTime
-from flagcore_training.time.step import Blocks, Pace, costs_in_run
+from flagcore_training.time.stage import Blocks
+from flagcore_training.time.step import costs_in_run
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray

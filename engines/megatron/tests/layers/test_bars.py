@@ -13,7 +13,8 @@ from flagcore_megatron.space.stages import pattern_stages, pattern_text, stages_
 from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_training.layout import StageLayers
 from flagcore_training.stages import placed
-from flagcore_training.time.step import Blocks, costs_in_run, step_time
+from flagcore_training.time.stage import Blocks
+from flagcore_training.time.step import costs_in_run, step_time
 
 from engines.models.tests.examples import layer_of
 from engines.training.tests.candidates import layout, train

@@ -16,7 +16,8 @@ from flagcore_megatron.space.stages import LAYOUT, chunk_layers, layout_text, ma
 from flagcore_training.layout import Layout, Splits, Training
 from flagcore_training.memory.training import memory_in_use, stages_in_use
 from flagcore_training.stages import placed, stage, stage_of
-from flagcore_training.time.step import Blocks, costs_in_run, step_time
+from flagcore_training.time.stage import Blocks
+from flagcore_training.time.step import costs_in_run, step_time
 
 from engines.training.tests.candidates import layout, public, train
 from flagcore.contracts import Costs

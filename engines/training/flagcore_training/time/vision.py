@@ -28,6 +28,4 @@ def tower_block(train: Training, tower: Tower, layout: Layout, costs: Costs) -> 
 
 def tower_time(tower: Tower, layout: Layout, block: Block) -> StageTime:
     """Return the time of a tower with recompute, from its time without: `block`."""
-    repeated = tower_repeats(tower, layout)
-    again = block.forward * repeated + block.repeated * (layout.selective * (1.0 - repeated))
-    return StageTime(block.forward, block.backward + again, block.weight)
+    return block.recomputed(tower_repeats(tower, layout), layout.selective)
