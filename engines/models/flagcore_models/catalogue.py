@@ -9,9 +9,11 @@ from flagcore.domain.model import Model
 from flagcore.i18n import _
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import read_mapping, spec_error
-from flagcore_models.config import context_of, format_of_weights, model_of_config, vision_of
+from flagcore_models.config import context_of, model_of_config
 from flagcore_models.gguf import gguf_shape
 from flagcore_models.public import find_public, public_models, public_name, similar_models
+from flagcore_models.quantized import format_of_weights
+from flagcore_models.vision import vision_of
 
 __all__ = ["of_keys", "public_model", "public_name", "read", "similar_models", "table"]
 

@@ -3,33 +3,34 @@
 A family or kind of layers that is not known is read as far as its keys go, and named in `Model.unread`.
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from functools import cache
 from importlib.metadata import entry_points
-from importlib.resources import files
 from typing import Any
 
-import yaml
 from pydantic import AliasChoices, AliasGenerator, BaseModel, ConfigDict
 
-from flagcore.domain.model import Layer, Mixer, Model, Vision
+from flagcore.domain.model import Layer, Mixer, Model
 from flagcore.domain.units import Layers, NoLayers, NoSize, Size
 from flagcore.errors import SpecError, join_errors
-from flagcore.spec.plain_data import KeyPath, SafeLoader, spec_error
+from flagcore.spec.plain_data import KeyPath, spec_error
 from flagcore.spec.shapes import check_model
 from flagcore.spec.validate import checked, located
+from flagcore_models.keys import (
+    ALIASES,
+    FAMILIES,
+    KINDS,
+    MIXERS,
+    NAMES,
+    given_keys,
+    keys_of_family,
+    section_of,
+    unread_keys,
+)
 from flagcore_models.layers import attention_of, network_of
 from flagcore_models.mixers.indexer import Indexer
 
-_TABLES = files(__package__).joinpath("families.yaml").read_text("utf-8")
-FAMILIES, MODELS, NAMES, _ALIASES, KINDS, MIXERS = yaml.load_all(_TABLES, SafeLoader)
-"""FAMILIES: defaults of the keys of config.json, by model_type. MODELS: defaults of the keys of vision_config, by the
-model_type of multimodal models whose vision tower `Vision` can describe. NAMES: the key of config.json that messages
-name for a field of `Model`. KINDS: what names of layers mean. MIXERS: the keys of the fields of mixers."""
-ALIASES: Mapping[str, str] = {alias: name for name, aliases in _ALIASES.items() for alias in aliases}
-"""Alternative keys of config.json, and the fields of `Config` that they mean."""
 FULL, WINDOW = "full_attention", "sliding_attention"
 """The names of the kinds of layers in models that do not list their layers."""
 INDEXED = "indexed"
@@ -41,18 +42,8 @@ SIZES |= {"v_head_dim": "value_dim", "kv_lora_rank": "latent_rank", "qk_nope_hea
 """The fields of `Attention` for keys of a config.json, which `per_layer_config` gives for layers that differ."""
 BASIC = (DENSE, EXPERTS, "attention", "window", INDEXED)
 """The kinds of layers that need no package."""
-LISTED = (
-    *("intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "n_shared_experts", "num_experts"),
-    "first_k_dense_replace",
-)
-"""The keys that may give a size for each layer, of which the mean is read, or for text and for images."""
 MOST_RUNS = 10_000
 """The maximum number of layers that a pass through a model with loops may run."""
-COMMON = (
-    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
-    *("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "layer_types", "per_layer_config"),
-)
-"""The keys that all model families have. The first five are required."""
 
 
 class Config(BaseModel):
@@ -275,7 +266,7 @@ class Config(BaseModel):
         own: dict[str, Any] = {
             name: found[0][1]
             for name, places in MIXERS["window" if is_window else "attention"].items()
-            if (found := _given(keys, places))
+            if (found := given_keys(keys, places))
         }
         if not is_window and not self.attention_k_eq_v:  # Gemma 4 reads their heads only then
             own.pop("groups", None)
@@ -356,7 +347,7 @@ def _mixer(name: str, keys: Mapping[str, Any]) -> Mixer:
         raise spec_error("layer_types", problem, value=name, fix=fix)
     for field in fields(kind):
         names = table.get(field.name, [])
-        names, found = names if isinstance(names, list) else [names], _given(keys, names)
+        names, found = names if isinstance(names, list) else [names], given_keys(keys, names)
         if not found and field.default is MISSING:
             problem = f"is missing, but the model has layers with {kind.label}"
             raise spec_error((names or [field.name])[0], problem, fix="give its size")
@@ -365,18 +356,6 @@ def _mixer(name: str, keys: Mapping[str, Any]) -> Mixer:
                 raise spec_error(key, "must be a positive integer", value=value, fix="give its size")
             sizes[field.name] = value
     return kind(**sizes)
-
-
-def _given(keys: Mapping[str, Any], places: str | list[str]) -> list[tuple[str, Any]]:
-    """Return those of the keys `places` that are given and not `auto`, with their values."""
-    found = [(key, _at(keys, key)) for key in ([places] if isinstance(places, str) else places)]
-    return [(key, value) for key, value in found if value not in (None, "auto")]
-
-
-def _at(keys: Mapping[str, Any], name: str) -> object:
-    """Return the value of a key, or of a key in a section: `section.key`. None if there is none."""
-    section, _, inner = name.partition(".")
-    return _at(_section(keys, section), inner) if inner else keys.get(name)
 
 
 @cache
@@ -388,19 +367,19 @@ def mixers() -> Mapping[str, type[Mixer]]:
 def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model:
     """Return the model that a config.json describes, or the text model of a multimodal one. Raises SpecError."""
     path: KeyPath = ()
-    config = _section(config, "thinker_config") or config
+    config = section_of(config, "thinker_config") or config
     whole, kind = config, config.get("model_type")
-    if inner := _section(config, "text_config"):
+    if inner := section_of(config, "text_config"):
         outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         config, path = {**inner, **outer}, ("text_config",)
         kind = config.get("model_type", kind)
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     try:
-        read = _of_family(config, family)
+        read = keys_of_family(config, family)
         kinds = {**KINDS, **(family or {}).get("kinds", {})}
         known = checked(Config, read)
         unread = [
-            *_unread(whole, {*read, *(family or {}).get("renamed", {})}),
+            *unread_keys(whole, {*read, *(family or {}).get("renamed", {})}),
             *[("model_type", str(kind))] * (family is None),
         ]
         of_layers = (known.per_layer_config or {}).values()
@@ -424,114 +403,6 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
     raise join_errors([located(each, path, file) for each in found.problems])
 
 
-def _of_family(config: Mapping[str, Any], family: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the keys that a family has, with its defaults, or all keys if it is not known (None).
-
-    `renamed` of a family has keys, also in sections, with the keys of others that they mean.
-    """
-    defaults = {**(family or {})}
-    fixed, renamed, _ = (defaults.pop(key, {}) for key in ("always", "renamed", "kinds"))
-    renamed = {key: name for key, name in renamed.items() if name in renamed or config.get(name) is None}
-    names = {key: ALIASES.get(key, key) for key in config if key not in renamed}
-    several = Counter(name for key, name in names.items() if config[key] is not None)
-    layers = config.get("num_hidden_layers")
-    found = {
-        key: _one(name, config[key], layers)
-        for key, name in names.items()
-        if (family is None or name in COMMON or name in defaults) and not (config[key] is None and several[name])
-    }
-    for key, name in renamed.items():
-        if (value := _at(config, key)) is not None:
-            found[name] = _one(name, value, layers)
-    given = {*names.values(), *(renamed[key] for key in renamed if _at(config, key) is not None)}
-    read = {**{name: value for name, value in defaults.items() if name not in given}, **found, **fixed}
-    listed = next((found[key] for key in found if ALIASES.get(key, key) == "layer_types" and found[key]), None)
-    if "num_hidden_layers" not in given and isinstance(listed, (str, list)):
-        read["num_hidden_layers"] = len(listed)
-    return {**_derived(read), **{name: value for name, value in read.items() if value is not None}, **_computed(read)}
-
-
-def _one(name: str, value: Any, layers: object) -> Any:
-    """Return the mean of sizes that are given for each of the `layers`, or the size for text."""
-    if (
-        name not in LISTED
-        or not isinstance(value, list)
-        or not all(isinstance(each, int) for each in value[:1] or [""])
-    ):
-        return value
-    return round(sum(value) / len(value)) if len(value) == layers else value[0]
-
-
-def _derived(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sizes that configuration classes compute from others: of Mamba, and the width of a head."""
-    sizes = (keys.get(name) for name in ("hidden_size", "num_attention_heads"))
-    hidden, heads = (size if isinstance(size, int) and size > 0 else 1 for size in sizes)
-    expand, own, parts = (keys.get(name) for name in ("mamba_expand", "mamba_d_ssm", "mamba_n_heads"))
-    width = own if isinstance(own, int) else (expand if isinstance(expand, int) else 2) * hidden
-    head = width // parts if isinstance(parts, int) and parts > 0 else None
-    found = {"_width": width, "_head": head, "_rank": -(-hidden // 16), "_share": hidden // heads}
-    if "moe_intermediate_size" in keys:  # no layer is dense
-        found["intermediate_size"] = keys["moe_intermediate_size"]
-    return found
-
-
-def _computed(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sizes that replace those of keys: of the blocks of Nemotron-NAS, the feed-forward width of LFM2, or the
-    layers of both stacks of HRM-Text.
-
-    Networks have their mean width. Sources: `modeling_decilm.py` of Llama-3.3-Nemotron-Super-49B, transformers 5.24
-    `models/lfm2` and `models/hrm_text`.
-    """
-    stack = keys.get("layers_of_stack") or keys.get("num_hidden_layers")
-    if "layers_of_stack" in keys and isinstance(stack, int):
-        return {"num_hidden_layers": 2 * stack}
-    blocks, width, hidden = (keys.get(name) for name in ("block_configs", "intermediate_size", "hidden_size"))
-    if keys.get("block_auto_adjust_ff_dim") and isinstance(width, int):
-        width = int(2 * width / 3 * (keys.get("block_ffn_dim_multiplier") or 1))
-        return {"intermediate_size": _rounded(width, keys.get("block_multiple_of") or 256)}
-    if not isinstance(blocks, list) or not isinstance(hidden, int):
-        return {}
-    names, widths, groups = list[str](), list[int](), list[int]()
-    for block in blocks:
-        attention, network = (_section(block, name) for name in ("attention", "ffn"))
-        has_attention, has_network = (
-            not (part.get("no_op") or part.get("replace_with_linear")) for part in (attention, network)
-        )
-        names.append(" ".join(["attention"] * has_attention + ["mlp"] * has_network))
-        if has_attention:
-            groups.append(attention.get("n_heads_in_group") or 1)
-        if has_network:
-            width = _rounded(int(2 * network.get("ffn_mult", 4) * hidden / 3), 256)
-            widths.append(network.get("intermediate_size") or width)
-    names = [name for name in names if name]
-    found: dict[str, Any] = {"layer_types": names, "num_hidden_layers": len(names)}
-    if widths:
-        found["intermediate_size"] = round(sum(widths) / len(widths))
-    if groups and isinstance(heads := keys.get("num_attention_heads"), int):
-        found["num_key_value_heads"] = heads // min(groups)
-    return found
-
-
-def _rounded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def _unread(config: Mapping[str, Any], read: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the names and values of the keys of a config.json that are not in `read`, nor false, 0 or empty."""
-    inner = ("text_config", "quantization_config", "model_type")
-    read = {key.partition(".")[0] for key in read}
-    for start, section in (("", config), *((f"{key}.", _section(config, key)) for key in inner)):
-        for key, value in section.items():
-            if value and not {key, ALIASES.get(key)} & {*inner, *read}:
-                yield start + key, str(value)
-
-
-def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the mapping `key` of a config.json, or an empty dict if it is missing or not a mapping."""
-    value = config.get(key)
-    return value if isinstance(value, Mapping) else {}
-
-
 _STRETCHED = ("linear", "dynamic")
 """Types of rope scaling whose factor must be applied to `max_position_embeddings`. Other types already include it."""
 
@@ -541,11 +412,11 @@ def context_of(config: Mapping[str, Any]) -> int | None:
 
     Some files with yarn state the unscaled length, and files of Gemma 3 the scaled length.
     """
-    config = _section(config, "text_config") or config
+    config = section_of(config, "text_config") or config
     length = config.get("max_position_embeddings")
     if not isinstance(length, int) or length < 1:
         return None
-    rope = _section(config, "rope_scaling") or _section(config, "rope_parameters")
+    rope = section_of(config, "rope_scaling") or section_of(config, "rope_parameters")
     if any(isinstance(each, Mapping) for each in rope.values()):  # each kind of layer has its own scaling
         return None
     kind, factor, original = rope.get("rope_type", rope.get("type")), rope.get("factor"), length
@@ -554,96 +425,3 @@ def context_of(config: Mapping[str, Any]) -> int | None:
     if kind == "yarn" and isinstance(rope.get("original_max_position_embeddings"), int):
         original = rope["original_max_position_embeddings"]
     return max(length, int(original * factor)) if kind in (*_STRETCHED, "yarn") else length
-
-
-def format_of_weights(config: Mapping[str, Any]) -> str | None:
-    """Return the number format of quantized weights, or None if they are not quantized or the format is unknown.
-
-    Weights of 4 bits that are converted before computing, including mxfp4 (17/32 bytes), are reported as int4. Reads
-    the keys of transformers (AWQ, GPTQ, bitsandbytes, mxfp4, fp8), compressed-tensors (`config_groups`) and ModelOpt.
-    """
-    found = _section(config, "quantization_config") or _section(_section(config, "text_config"), "quantization_config")
-    group = next(iter(_section(found, "config_groups").values()), None)
-    weights = _section({"group": group}, "group").get("weights")
-    if not found:
-        return None
-    if not isinstance(weights, Mapping):
-        method, algorithm, bits = (found.get(key) for key in ("quant_method", "quant_algo", "bits"))
-        if bits == 4 or method == "mxfp4" or found.get("load_in_4bit") is True:
-            return "int4"
-        if bits == 8 or found.get("load_in_8bit") is True:
-            return "int8"
-        if method in ("fp8", "fbgemm_fp8") or algorithm == "FP8":
-            return "fp8"
-        return "nvfp4" if algorithm == "NVFP4" else None
-    kind = "fp" if weights.get("type") == "float" else "int"
-    name = f"{kind}{weights.get('num_bits')}"
-    return {"fp4": "nvfp4", "fp8": "fp8", "int8": "int8", "int4": "int4"}.get(name)
-
-
-MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
-"""The default range of image sizes in pixels. Source: `Qwen2VLImageProcessor.size` in transformers 5.19."""
-
-
-class _Tower(BaseModel):
-    """The keys of vision_config. For Qwen2-VL, `hidden_size` is the width of the language model."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
-
-    depth: Size
-    hidden_size: Size
-    embed_dim: Size | None = None
-    num_heads: Size
-    intermediate_size: Size | None = None
-    mlp_ratio: Size = 4
-    out_hidden_size: Size | None = None
-    patch_size: Size
-    spatial_merge_size: Size = 2
-    temporal_patch_size: Size = 2
-    window_size: Size | None = None
-    fullatt_block_indexes: list[int] | None = None
-    deepstack_visual_indexes: list[int] | None = None
-
-
-class _Multimodal(BaseModel):
-    vision_config: _Tower
-
-
-def vision_of(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Vision | None:
-    """Return the vision tower of a model, or None if it has no known one. Raises SpecError.
-
-    `preprocessor`: the content of preprocessor_config.json. Empty if there is no such file.
-    """
-    if not isinstance(section := config.get("vision_config"), Mapping):
-        return None
-    kinds = (str(each.get("model_type")).removesuffix("_vision") for each in (config, section))
-    if (kind := next((each for each in kinds if each in MODELS), None)) is None:
-        return None
-    tower = checked(_Multimodal, {"vision_config": {**MODELS[kind], **section}}).vision_config
-    hidden = tower.embed_dim or tower.hidden_size
-    output = tower.hidden_size if tower.embed_dim else tower.out_hidden_size or tower.hidden_size
-    windows = tower.window_size if tower.fullatt_block_indexes is not None else None
-    return Vision(
-        num_layers=tower.depth,
-        full_layers=len(tower.fullatt_block_indexes or ()) if windows else tower.depth,
-        hidden_size=hidden,
-        num_heads=tower.num_heads,
-        ffn_hidden_size=tower.intermediate_size or tower.mlp_ratio * hidden,
-        gated_linear_unit=kind == "qwen2_5_vl",
-        output_size=output,
-        patch_size=tower.patch_size,
-        merge_size=tower.spatial_merge_size,
-        min_pixels=_pixels(preprocessor, "min_pixels", "shortest_edge", MIN_PIXELS),
-        max_pixels=_pixels(preprocessor, "max_pixels", "longest_edge", MAX_PIXELS),
-        window_size=windows or 0,
-        mergers=1 + len(tower.deepstack_visual_indexes or ()),
-        channels=3 * tower.temporal_patch_size,
-    )
-
-
-def _pixels(preprocessor: Mapping[str, Any], key: str, edge: str, default: int) -> int:
-    """Return the smallest or largest number of pixels: the value of `key`, or else of `edge` in the section `size`."""
-    value = preprocessor.get(key) or _section(preprocessor, "size").get(edge) or default
-    if not isinstance(value, int) or value < 1:
-        raise spec_error(("preprocessor_config.json", key), "must be a number of pixels", value=value)
-    return value

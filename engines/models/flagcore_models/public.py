@@ -11,7 +11,7 @@ from typing import Any
 from flagcore.errors import SpecError
 from flagcore.spec.models import absolute_model, model_from
 from flagcore.spec.plain_data import Notes, package_yaml
-from flagcore_models.config import format_of_weights
+from flagcore_models.quantized import format_of_weights
 
 _NAMES = package_yaml(__package__, "names.yaml")
 FORMATS, _SAME_SHAPE = _NAMES["formats"], _NAMES["same_shape"]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from flagcore_models.config import MODELS
+from flagcore_models.keys import MODELS
 from flagcore_models.layers import attention_counts, network_counts, other_mixers, product_counts
 
 from flagcore.domain.model import Model

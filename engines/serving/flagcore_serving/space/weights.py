@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from flagcore_models.config import context_of, format_of_weights
+from flagcore_models.config import context_of
 from flagcore_models.gguf import context_length
 from flagcore_models.layers import attention_counts, mixer_counts, weights_by_group
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.public import find_public
+from flagcore_models.quantized import format_of_weights
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task

@@ -1,0 +1,148 @@
+"""The keys of a Hugging Face config.json as `families.yaml` names them: defaults, aliases, computed sizes."""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from flagcore.spec.plain_data import SafeLoader
+
+_TABLES = files(__package__).joinpath("families.yaml").read_text("utf-8")
+FAMILIES, MODELS, NAMES, _ALIASES, KINDS, MIXERS = yaml.load_all(_TABLES, SafeLoader)
+"""FAMILIES: defaults of the keys of config.json, by model_type. MODELS: defaults of the keys of vision_config, by the
+model_type of multimodal models whose vision tower `Vision` can describe. NAMES: the key of config.json that messages
+name for a field of `Model`. KINDS: what names of layers mean. MIXERS: the keys of the fields of mixers."""
+ALIASES: Mapping[str, str] = {alias: name for name, aliases in _ALIASES.items() for alias in aliases}
+"""Alternative keys of config.json, and the fields of `Config` that they mean."""
+LISTED = (
+    *("intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "n_shared_experts", "num_experts"),
+    "first_k_dense_replace",
+)
+"""The keys that may give a size for each layer, of which the mean is read, or for text and for images."""
+COMMON = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
+    *("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "layer_types", "per_layer_config"),
+)
+"""The keys that all model families have. The first five are required."""
+
+
+def given_keys(keys: Mapping[str, Any], places: str | list[str]) -> list[tuple[str, Any]]:
+    """Return those of the keys `places` that are given and not `auto`, with their values."""
+    found = [(key, value_at(keys, key)) for key in ([places] if isinstance(places, str) else places)]
+    return [(key, value) for key, value in found if value not in (None, "auto")]
+
+
+def value_at(keys: Mapping[str, Any], name: str) -> object:
+    """Return the value of a key, or of a key in a section: `section.key`. None if there is none."""
+    section, _, inner = name.partition(".")
+    return value_at(section_of(keys, section), inner) if inner else keys.get(name)
+
+
+def keys_of_family(config: Mapping[str, Any], family: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the keys that a family has, with its defaults, or all keys if it is not known (None).
+
+    `renamed` of a family has keys, also in sections, with the keys of others that they mean.
+    """
+    defaults = {**(family or {})}
+    fixed, renamed, _ = (defaults.pop(key, {}) for key in ("always", "renamed", "kinds"))
+    renamed = {key: name for key, name in renamed.items() if name in renamed or config.get(name) is None}
+    names = {key: ALIASES.get(key, key) for key in config if key not in renamed}
+    several = Counter(name for key, name in names.items() if config[key] is not None)
+    layers = config.get("num_hidden_layers")
+    found = {
+        key: _one(name, config[key], layers)
+        for key, name in names.items()
+        if (family is None or name in COMMON or name in defaults) and not (config[key] is None and several[name])
+    }
+    for key, name in renamed.items():
+        if (value := value_at(config, key)) is not None:
+            found[name] = _one(name, value, layers)
+    given = {*names.values(), *(renamed[key] for key in renamed if value_at(config, key) is not None)}
+    read = {**{name: value for name, value in defaults.items() if name not in given}, **found, **fixed}
+    listed = next((found[key] for key in found if ALIASES.get(key, key) == "layer_types" and found[key]), None)
+    if "num_hidden_layers" not in given and isinstance(listed, (str, list)):
+        read["num_hidden_layers"] = len(listed)
+    return {**_derived(read), **{name: value for name, value in read.items() if value is not None}, **_computed(read)}
+
+
+def _one(name: str, value: Any, layers: object) -> Any:
+    """Return the mean of sizes that are given for each of the `layers`, or the size for text."""
+    if (
+        name not in LISTED
+        or not isinstance(value, list)
+        or not all(isinstance(each, int) for each in value[:1] or [""])
+    ):
+        return value
+    return round(sum(value) / len(value)) if len(value) == layers else value[0]
+
+
+def _derived(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sizes that configuration classes compute from others: of Mamba, and the width of a head."""
+    sizes = (keys.get(name) for name in ("hidden_size", "num_attention_heads"))
+    hidden, heads = (size if isinstance(size, int) and size > 0 else 1 for size in sizes)
+    expand, own, parts = (keys.get(name) for name in ("mamba_expand", "mamba_d_ssm", "mamba_n_heads"))
+    width = own if isinstance(own, int) else (expand if isinstance(expand, int) else 2) * hidden
+    head = width // parts if isinstance(parts, int) and parts > 0 else None
+    found = {"_width": width, "_head": head, "_rank": -(-hidden // 16), "_share": hidden // heads}
+    if "moe_intermediate_size" in keys:  # no layer is dense
+        found["intermediate_size"] = keys["moe_intermediate_size"]
+    return found
+
+
+def _computed(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sizes that replace those of keys: of the blocks of Nemotron-NAS, the feed-forward width of LFM2, or the
+    layers of both stacks of HRM-Text.
+
+    Networks have their mean width. Sources: `modeling_decilm.py` of Llama-3.3-Nemotron-Super-49B, transformers 5.24
+    `models/lfm2` and `models/hrm_text`.
+    """
+    stack = keys.get("layers_of_stack") or keys.get("num_hidden_layers")
+    if "layers_of_stack" in keys and isinstance(stack, int):
+        return {"num_hidden_layers": 2 * stack}
+    blocks, width, hidden = (keys.get(name) for name in ("block_configs", "intermediate_size", "hidden_size"))
+    if keys.get("block_auto_adjust_ff_dim") and isinstance(width, int):
+        width = int(2 * width / 3 * (keys.get("block_ffn_dim_multiplier") or 1))
+        return {"intermediate_size": _rounded(width, keys.get("block_multiple_of") or 256)}
+    if not isinstance(blocks, list) or not isinstance(hidden, int):
+        return {}
+    names, widths, groups = list[str](), list[int](), list[int]()
+    for block in blocks:
+        attention, network = (section_of(block, name) for name in ("attention", "ffn"))
+        has_attention, has_network = (
+            not (part.get("no_op") or part.get("replace_with_linear")) for part in (attention, network)
+        )
+        names.append(" ".join(["attention"] * has_attention + ["mlp"] * has_network))
+        if has_attention:
+            groups.append(attention.get("n_heads_in_group") or 1)
+        if has_network:
+            width = _rounded(int(2 * network.get("ffn_mult", 4) * hidden / 3), 256)
+            widths.append(network.get("intermediate_size") or width)
+    names = [name for name in names if name]
+    found: dict[str, Any] = {"layer_types": names, "num_hidden_layers": len(names)}
+    if widths:
+        found["intermediate_size"] = round(sum(widths) / len(widths))
+    if groups and isinstance(heads := keys.get("num_attention_heads"), int):
+        found["num_key_value_heads"] = heads // min(groups)
+    return found
+
+
+def _rounded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def unread_keys(config: Mapping[str, Any], read: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of the keys of a config.json that are not in `read`, nor false, 0 or empty."""
+    inner = ("text_config", "quantization_config", "model_type")
+    read = {key.partition(".")[0] for key in read}
+    for start, section in (("", config), *((f"{key}.", section_of(config, key)) for key in inner)):
+        for key, value in section.items():
+            if value and not {key, ALIASES.get(key)} & {*inner, *read}:
+                yield start + key, str(value)
+
+
+def section_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the mapping `key` of a config.json, or an empty dict if it is missing or not a mapping."""
+    value = config.get(key)
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,33 @@
+"""The number format of quantized weights, from the keys of a Hugging Face config.json."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flagcore_models.keys import section_of
+
+
+def format_of_weights(config: Mapping[str, Any]) -> str | None:
+    """Return the number format of quantized weights, or None if they are not quantized or the format is unknown.
+
+    Weights of 4 bits that are converted before computing, including mxfp4 (17/32 bytes), are reported as int4. Reads
+    the keys of transformers (AWQ, GPTQ, bitsandbytes, mxfp4, fp8), compressed-tensors (`config_groups`) and ModelOpt.
+    """
+    found = section_of(config, "quantization_config") or section_of(
+        section_of(config, "text_config"), "quantization_config"
+    )
+    group = next(iter(section_of(found, "config_groups").values()), None)
+    weights = section_of({"group": group}, "group").get("weights")
+    if not found:
+        return None
+    if not isinstance(weights, Mapping):
+        method, algorithm, bits = (found.get(key) for key in ("quant_method", "quant_algo", "bits"))
+        if bits == 4 or method == "mxfp4" or found.get("load_in_4bit") is True:
+            return "int4"
+        if bits == 8 or found.get("load_in_8bit") is True:
+            return "int8"
+        if method in ("fp8", "fbgemm_fp8") or algorithm == "FP8":
+            return "fp8"
+        return "nvfp4" if algorithm == "NVFP4" else None
+    kind = "fp" if weights.get("type") == "float" else "int"
+    name = f"{kind}{weights.get('num_bits')}"
+    return {"fp4": "nvfp4", "fp8": "fp8", "int8": "int8", "int4": "int4"}.get(name)
