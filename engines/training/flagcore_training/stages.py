@@ -28,18 +28,9 @@ from flagcore.domain.schedule import SCHEDULES
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_training import schedules
 from flagcore_training.adapters import adapter_weights
-from flagcore_training.layout import (
-    DEFAULTS,
-    ArrayRecord,
-    Layout,
-    Options,
-    Splits,
-    StageLayers,
-    Training,
-    distinct,
-    pick,
-)
+from flagcore_training.layout import DEFAULTS, ArrayRecord, Layout, Options, Training, distinct, pick
 from flagcore_training.mixes import MeanLayer, Share, layer_kinds, mean_layer, mix, mixes_of
+from flagcore_training.splits import Splits, StageLayers
 from flagcore_training.vision import tower_flops, tower_weights
 
 MTP = 5

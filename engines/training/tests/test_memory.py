@@ -8,11 +8,12 @@ import pytest
 from flagcore_models.layers import attention_of
 from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_training import stages as pipeline
-from flagcore_training.layout import DEFAULTS, Layout, Options, StageLayers, Training
+from flagcore_training.layout import DEFAULTS, Layout, Options, Training
 from flagcore_training.memory import training as memory
 from flagcore_training.memory.activations import stored_scores
 from flagcore_training.memory.stored_activations import Kinds
 from flagcore_training.memory.training import component_table, split_parameters
+from flagcore_training.splits import StageLayers
 from flagcore_training.stages import stage_parameters
 
 from engines.models.tests.examples import mixed

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_models.mixers.mamba2 import Mamba2
-from flagcore_training.layout import Options, StageLayers, Training
+from flagcore_training.layout import Options, Training
 from flagcore_training.mixes import layer_kinds, mix
+from flagcore_training.splits import StageLayers
 from flagcore_training.stages import layer_input_bytes, parts_of_model, placed, stage, stage_parameters, stages
 from flagcore_training.time.step import passes
 

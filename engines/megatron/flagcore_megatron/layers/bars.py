@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import numpy as np
-from flagcore_training.layout import Layout, StageLayers, Training, distinct
+from flagcore_training.layout import Layout, Training, distinct
 from flagcore_training.mixes import layer_kinds
+from flagcore_training.splits import StageLayers
 from flagcore_training.stages import splits_of
 from flagcore_training.time.passes import Block, Seconds, StageTime
 from flagcore_training.time.stage import (

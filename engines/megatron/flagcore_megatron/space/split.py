@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from flagcore_training.layout import StageLayers
+from flagcore_training.splits import StageLayers
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import BoolArray, Columns, IntArray

@@ -9,7 +9,7 @@ from itertools import accumulate, groupby, pairwise
 from flagcore_models.layers import depth_layer
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.latent_attention import LatentAttention
-from flagcore_training.layout import StageLayers
+from flagcore_training.splits import StageLayers
 
 from flagcore.domain.model import Layer, Model
 from flagcore.domain.spec import SettingValue

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flagcore_training.layout import StageLayers
+from flagcore_training.splits import StageLayers
 from flagcore_training.trial.job import TrainingJob, build, read_job
 
 from flagcore_megatron.space.stages import parse_layout

@@ -13,8 +13,9 @@ from flagcore_megatron.predict import base_inputs, inputs
 from flagcore_megatron.space.options import options
 from flagcore_megatron.space.split import SPLIT
 from flagcore_megatron.space.stages import LAYOUT, chunk_layers, layout_text, may_start_empty, parse_layout
-from flagcore_training.layout import Layout, Splits, Training
+from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.training import memory_in_use, stages_in_use
+from flagcore_training.splits import Splits
 from flagcore_training.stages import placed, stage, stage_of
 from flagcore_training.time.stage import Blocks
 from flagcore_training.time.step import costs_in_run, step_time

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flagcore_training.layout import Layout, Options, StageLayers, Training
+from flagcore_training.layout import Layout, Options, Training
+from flagcore_training.splits import StageLayers
 from flagcore_training.stages import placed
 
 from engines.megatron.tests.trial.trial_jobs import run_jobs
