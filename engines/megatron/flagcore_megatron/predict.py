@@ -8,12 +8,13 @@ import numpy as np
 from flagcore_models.layers import indexer_of, other_mixers
 from flagcore_training.layout import Layout, MeshStages, StageGroups, Training
 from flagcore_training.memory.training import component_table, memory_in_use, stages_in_use
-from flagcore_training.stages import model_flops, parts_of_model, placed, stage, stage_of, stages
+from flagcore_training.stages import placed, stage, stage_of, stages
 from flagcore_training.start import missing_layers
 from flagcore_training.time import step
 from flagcore_training.time.pace import Pace
 from flagcore_training.time.stage import Blocks
 from flagcore_training.time.step import costs_in_run, rank_time, step_time
+from flagcore_training.weights import model_flops, parts_of_model
 from numpy.typing import NDArray
 
 from flagcore.contracts import Costs

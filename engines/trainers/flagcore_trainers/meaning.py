@@ -14,19 +14,11 @@ from flagcore_models.layers import attention_counts
 from flagcore_training.adapters import absent_targets
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
-from flagcore_training.memory.training import (
-    InUse,
-    Memory,
-    gathered_bytes,
-    in_use,
-    memory_in_use,
-    split_parameters,
-    states_of,
-    step_bytes,
-    trained_parts,
-)
-from flagcore_training.stages import parts_of_model, stage, stage_parameters
+from flagcore_training.memory.states import gathered_bytes, split_parameters, states_of, step_bytes, trained_parts
+from flagcore_training.memory.training import InUse, Memory, in_use, memory_in_use
+from flagcore_training.stages import stage
 from flagcore_training.time.step import step_time
+from flagcore_training.weights import parts_of_model, stage_parameters
 
 from flagcore.contracts import Costs, Plans
 from flagcore.domain.prediction import ModelPart, Predictions

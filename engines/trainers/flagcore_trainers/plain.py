@@ -12,8 +12,9 @@ from flagcore_models.mixers.attention import Attention
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.activations import stored_scores
 from flagcore_training.memory.adapters import PEFT_STORED
-from flagcore_training.memory.training import states_of
-from flagcore_training.stages import stage, stage_parameters
+from flagcore_training.memory.states import states_of
+from flagcore_training.stages import stage
+from flagcore_training.weights import stage_parameters
 
 from flagcore.domain.space import FloatArray
 from flagcore_trainers.fully_shard.activations import activations

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from flagcore_training.lengths import attention_length, in_time, packs, slowest
 from flagcore_training.mixes import mean_layer
-from flagcore_training.stages import model_flops
 from flagcore_training.time.layer import REORDER_LAUNCHES, layer_time
 from flagcore_training.time.passes import Seconds
 from flagcore_training.time.step import step_time
+from flagcore_training.weights import model_flops
 
 from engines.training.tests.candidates import layout, plain_costs
 from engines.training.tests.candidates import train as train_of

@@ -11,10 +11,11 @@ from flagcore_training import stages as pipeline
 from flagcore_training.layout import DEFAULTS, Layout, Options, Training
 from flagcore_training.memory import training as memory
 from flagcore_training.memory.activations import stored_scores
+from flagcore_training.memory.states import split_parameters
 from flagcore_training.memory.stored_activations import Kinds
-from flagcore_training.memory.training import component_table, split_parameters
+from flagcore_training.memory.training import component_table
 from flagcore_training.splits import StageLayers
-from flagcore_training.stages import stage_parameters
+from flagcore_training.weights import stage_parameters
 
 from engines.models.tests.examples import mixed
 from engines.training.tests.candidates import (

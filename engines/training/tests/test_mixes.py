@@ -9,8 +9,9 @@ from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_training.layout import Options, Training
 from flagcore_training.mixes import layer_kinds, mix
 from flagcore_training.splits import StageLayers
-from flagcore_training.stages import layer_input_bytes, parts_of_model, placed, stage, stage_parameters, stages
+from flagcore_training.stages import layer_input_bytes, placed, stage, stages
 from flagcore_training.time.step import passes
+from flagcore_training.weights import parts_of_model, stage_parameters
 
 from engines.models.tests.examples import layer_of
 from engines.training.tests.candidates import LLAMA, layout, plain_costs, rank_memory, train

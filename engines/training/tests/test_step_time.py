@@ -9,9 +9,9 @@ from flagcore_models.mixers.indexer import Indexer
 from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_training.layout import Layout, Options, Training, distinct
 from flagcore_training.mixes import mean_layer
-from flagcore_training.stages import model_flops
 from flagcore_training.time.layer import layer_time
 from flagcore_training.time.step import rank_time, step_time
+from flagcore_training.weights import model_flops
 
 from engines.models.tests.examples import mixed
 from engines.training.tests.candidates import LLAMA, TOPOLOGY, plain_costs

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from flagcore_training.layout import Layout, Tower, Training
 from flagcore_training.memory import training as memory
-from flagcore_training.stages import model_flops, parts_of_model, stage
+from flagcore_training.stages import stage
 from flagcore_training.time.pace import Pace
 from flagcore_training.time.stage import Blocks
 from flagcore_training.time.step import costs_in_run, passes, step_time
+from flagcore_training.weights import model_flops, parts_of_model
 
 from engines.training.tests.candidates import LLAMA, layout, plain_costs, rank_memory, state_bytes, train
 from tests.tasks import VISION

@@ -6,13 +6,15 @@ from itertools import permutations, product
 import numpy as np
 from flagcore_training.critical_path import StageTimes
 from flagcore_training.layout import Layout, StageGroups, Training, distinct
-from flagcore_training.memory.training import stages_in_use, states_of
+from flagcore_training.memory.states import states_of
+from flagcore_training.memory.training import stages_in_use
 from flagcore_training.mixes import mixes_of
 from flagcore_training.schedules import makespan
 from flagcore_training.splits import Splits
-from flagcore_training.stages import MTP, layer_parameters, layers_before_last, stage, stage_of
+from flagcore_training.stages import MTP, layers_before_last, stage, stage_of
 from flagcore_training.time.pipeline import shape_seconds
 from flagcore_training.time.stage import DEPENDS_ON, Blocks
+from flagcore_training.weights import layer_parameters
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray

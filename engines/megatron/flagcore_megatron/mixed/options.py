@@ -7,13 +7,15 @@ from itertools import product
 import numpy as np
 from flagcore_training.knobs import divisors
 from flagcore_training.layout import ArrayRecord, Layout, Training
-from flagcore_training.memory.training import split_parameters, stages_in_use, trained_parts
-from flagcore_training.stages import Stage, stage_of, stage_parameters
+from flagcore_training.memory.states import split_parameters, trained_parts
+from flagcore_training.memory.training import stages_in_use
+from flagcore_training.stages import Stage, stage_of
 from flagcore_training.time.optimizer import gradient_time, optimizer_time
 from flagcore_training.time.pace import Pace
 from flagcore_training.time.passes import Seconds, StageTime
 from flagcore_training.time.stage import Blocks
 from flagcore_training.time.step import costs_in_run
+from flagcore_training.weights import stage_parameters
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray

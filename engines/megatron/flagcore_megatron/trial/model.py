@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from flagcore_training.stages import padded_vocab
 from flagcore_training.trial.layers import NormOfInput, causal_mask, has_fused_norm
+from flagcore_training.weights import padded_vocab
 from megatron.core import parallel_state as groups
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from flagcore_training.layout import Layout, Training
-from flagcore_training.memory.training import split_parameters
-from flagcore_training.stages import stage_parameters
+from flagcore_training.memory.states import split_parameters
+from flagcore_training.weights import stage_parameters
 
 from engines.megatron.tests.trial.ranks import (
     DP,

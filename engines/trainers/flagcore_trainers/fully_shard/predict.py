@@ -16,10 +16,10 @@ from flagcore_models.mixers.attention import Attention
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
 from flagcore_training.memory.training import InUse, in_use
-from flagcore_training.stages import model_flops
 from flagcore_training.time.optimizer import HOST_ADAM_BYTES, HOST_BYTES_PER_SECOND
 from flagcore_training.time.stage import ACCUMULATION_BYTES
 from flagcore_training.time.step import on_replica, replica_wait, step_time
+from flagcore_training.weights import model_flops
 
 from flagcore.contracts import Costs
 from flagcore.domain.prediction import Predictions

@@ -18,7 +18,7 @@ from flagcore.domain.model import Mixer, Network
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.modules import Module, Sizes
-from flagcore_training.stages import padded_vocab
+from flagcore_training.weights import padded_vocab
 
 DROPOUT_FACTOR = 2.5
 """Bytes per attention score that softmax and dropout store, as a multiple of a 16-bit value.

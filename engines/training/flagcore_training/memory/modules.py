@@ -16,7 +16,7 @@ from flagcore_models.mixers.latent_attention import LatentAttention
 
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore_training.layout import Layout, Training
-from flagcore_training.stages import Parts, add_parts
+from flagcore_training.weights import Parts, add_parts
 
 
 @dataclass(frozen=True, slots=True)

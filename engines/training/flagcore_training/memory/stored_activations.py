@@ -16,7 +16,8 @@ from flagcore_training.memory.parts import modules_of, part_modules
 from flagcore_training.memory.vision import with_tower
 from flagcore_training.mixes import Share, layer_kinds, mean_layer
 from flagcore_training.schedules import in_flight
-from flagcore_training.stages import Parts, Stage, add_parts, depth_mean, depths_received, stage_shares
+from flagcore_training.stages import Stage, depths_received, stage_shares
+from flagcore_training.weights import Parts, add_parts, depth_mean
 
 PRODUCTS = (
     "qkv_linear",

@@ -17,7 +17,6 @@ from flagcore_training.adapters import linears
 from flagcore_training.layout import Layout, Training
 from flagcore_training.lengths import attention_length, one_by_one
 from flagcore_training.mixes import MeanLayer
-from flagcore_training.stages import padded_vocab
 from flagcore_training.time.adapters import adapted, adapter_launches
 from flagcore_training.time.passes import (
     Block,
@@ -32,6 +31,7 @@ from flagcore_training.time.passes import (
     linear,
     norm_seconds,
 )
+from flagcore_training.weights import padded_vocab
 
 LAUNCHES = {True: (50.0, 27.0), False: (103.0, 55.0)}
 """Kernels of the forward pass of attention and of an FFN, with and without transformer-engine's layers.

@@ -12,8 +12,8 @@ from flagcore_models.layers import experts_of
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_training.layout import ArrayRecord, Layout, Training
-from flagcore_training.memory.training import split_parameters
-from flagcore_training.stages import Stage, stage_parameters
+from flagcore_training.memory.states import split_parameters
+from flagcore_training.stages import Stage
 from flagcore_training.time.stage import (
     Blocks,
     host_of,
@@ -25,6 +25,7 @@ from flagcore_training.time.stage import (
     summing_seconds,
 )
 from flagcore_training.time.vision import tower_time
+from flagcore_training.weights import stage_parameters
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,17 +16,11 @@ from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training,
 from flagcore_training.lengths import in_time, one_by_one
 from flagcore_training.memory.stored_activations import offloaded_bytes
 from flagcore_training.mixes import MeanLayer, layer_kinds, mean_layer
-from flagcore_training.stages import (
-    Stage,
-    depth_mean,
-    layer_parameters,
-    mean_parameters,
-    own_share,
-    stage_shares,
-)
+from flagcore_training.stages import Stage, stage_shares
 from flagcore_training.time.layer import embedding_time, head_time, layer_time
 from flagcore_training.time.passes import Block, Seconds, StageTime
 from flagcore_training.time.vision import tower_block, tower_time
+from flagcore_training.weights import depth_mean, layer_parameters, mean_parameters, own_share
 
 ACCUMULATION_BYTES = {True: 8.0, False: 12.0}
 """Memory traffic in bytes per parameter and micro-batch to add a weight gradient to its fp32 buffer. Counted.

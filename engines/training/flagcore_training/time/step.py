@@ -13,12 +13,13 @@ from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.roofline import with_slowdown
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, pick
 from flagcore_training.lengths import in_time, slowest
-from flagcore_training.memory.training import split_parameters, trained_parts
-from flagcore_training.stages import Stage, model_flops, stage, stage_parameters, stages
+from flagcore_training.memory.states import split_parameters, trained_parts
+from flagcore_training.stages import Stage, stage, stages
 from flagcore_training.time.optimizer import gradient_time, optimizer_time, reduction
 from flagcore_training.time.passes import StageTime
 from flagcore_training.time.pipeline import overlapped_passes, pipeline_time, sender_waits, sends
 from flagcore_training.time.stage import Blocks, stage_time
+from flagcore_training.weights import model_flops, stage_parameters
 
 
 @dataclass(frozen=True, slots=True)

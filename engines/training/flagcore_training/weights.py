@@ -1,0 +1,223 @@
+"""Numbers of weights of layers, stages and models on one rank, by component, and the flops of a step.
+
+A test compares the numbers with modules that megatron-core 0.16 builds.
+"""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+from flagcore_models.layers import (
+    depth_layer,
+    depth_weights,
+    experts_of,
+    layer_embeddings,
+    mixer_counts,
+    network_counts,
+    own_layers,
+    without_repeats,
+)
+from flagcore_models.mixers.attention import Attention
+from flagcore_models.networks.experts import Experts
+
+from flagcore.domain.model import Model, Part
+from flagcore.domain.prediction import ModelPart
+from flagcore.domain.space import FloatArray
+from flagcore_training.adapters import adapter_weights
+from flagcore_training.layout import Layout, Training
+from flagcore_training.mixes import MeanLayer, Share, mean_layer
+from flagcore_training.stages import Stage, stage_layer
+from flagcore_training.vision import tower_flops, tower_weights
+
+Parts = dict[str, FloatArray]
+"""Values by component: one array each, with one element per candidate."""
+
+VOCAB_MULTIPLE = 128
+"""Default of Megatron-LM's argument `make_vocab_size_divisible_by`."""
+
+EXPERT_PARTS = ("experts", "expert_adapters")
+"""Components whose weights are replicated only over the expert-data-parallel group."""
+ADAPTER_PARTS = ("adapters", "expert_adapters")
+"""Components that are trained if weights are frozen."""
+
+
+def padded_vocab(model: Model, tensor: FloatArray) -> FloatArray:
+    """Return the vocabulary size, padded to a multiple of 128 times the tensor-parallel size as Megatron-LM does."""
+    multiple = VOCAB_MULTIPLE * tensor
+    return np.ceil(model.vocab_size / multiple) * multiple
+
+
+def layer_parameters(train: Training, layout: Layout, *, moe: bool, stage: Stage | None = None) -> Parts:
+    """Return the number of weights of one layer on one rank, by component: of a model's mean layer, or of a stage's."""
+    mean = mean_layer(train.model, experts=moe) if stage is None else stage_layer(train.model, stage, moe=moe)
+    return mean_parameters(train, layout, mean)
+
+
+def mean_parameters(train: Training, layout: Layout, mean: MeanLayer) -> Parts:
+    """Return the number of weights of a mean layer on one rank, by component.
+
+    Tensor-parallel ranks have whole the products without a split. Of those that compress the input of latent attention,
+    this holds for transformer-engine's layers only. Each part has a norm before it. Source: megatron-core 0.16
+    (`attention.py`, `multi_latent_attention.py`, `mlp.py`, `moe/`).
+    """
+    model, tensor = train.model, layout.tensor
+    parts = dict.fromkeys(("qkv_proj", "out_proj"), np.zeros_like(tensor))
+    norms: Share = 0.0
+    for part, share in mean.parts:
+        norms = norms + share * (model.hidden_size + model.residual_weights + part.norm_weights)
+        add_parts(parts, part_weights(train, layout, part), share)
+    parts["norms"] = norms + np.zeros_like(tensor)
+    if train.options.adapter:
+        parts["adapters"], parts["expert_adapters"] = adapter_weights(train, layout, mean)
+    return parts
+
+
+def part_weights(train: Training, layout: Layout, part: Part) -> Parts:
+    """Return the number of weights of a part of a layer on one rank, by component, without its norms."""
+    tensor, weights = layout.tensor, Parts()
+    for each in part.products(train.model.hidden_size):
+        ranks = tensor if each.split else np.ones_like(tensor)
+        if each.component in EXPERT_PARTS:
+            ranks = layout.expert * layout.expert_tensor
+        elif each.name == "compression" and not train.transformer_engine:
+            ranks = tensor
+        add_parts(weights, {each.component: (each.weights + each.biases) / ranks})
+    if part.other_weights:
+        add_parts(weights, {"mixers": part.other_weights / tensor})
+    return weights
+
+
+def edge_parameters(
+    train: Training,
+    layout: Layout,
+    *,
+    first: FloatArray,
+    last: FloatArray,
+    norm: FloatArray | None = None,
+    mtp: FloatArray | float = 0.0,
+) -> Parts:
+    """Return the number of trained weights of a stage's embedding, final norm, output head, and vision tower.
+
+    `first` and `last` are 1 for the first and last stage, `norm` for a stage with the final norm (None: the last
+    stage), and `mtp` for a stage with multi-token prediction. With several stages, a tied head and multi-token
+    prediction have their own copies of the embedding. Source: megatron-core 0.16 `gpt_model.py`,
+    `transformer_block.py`.
+    """
+    model = train.model
+    table = padded_vocab(model, layout.tensor) * model.hidden_size / layout.tensor
+    is_only_stage = first * last
+    head = last if model.untie_embeddings_and_output_weights else last - is_only_stage
+    copies = np.maximum(first, mtp)
+    norms = model.hidden_size * (last if norm is None else norm)
+    own = sum(each.weights for each in layer_embeddings(model)) * first / layout.tensor
+    parts = {"embedding": table * copies + own, "output_head": table * head, "norms": norms}
+    if train.tower is not None:
+        parts["vision"] = tower_weights(train.tower, layout)[0] * first
+    return parts
+
+
+def depth_mean(model: Model) -> MeanLayer:
+    """Return the layer of a depth of multi-token prediction."""
+    return MeanLayer.of_parts((part, 1.0) for part in depth_layer(model).parts)
+
+
+def mtp_parameters(train: Training, layout: Layout) -> Parts:
+    """Return the number of weights of all multi-token prediction depths, by component. Source: megatron-core 0.16."""
+    model, depths = train.model, train.model.mtp_num_layers
+    layer = mean_parameters(train, layout, depth_mean(model))
+    extra_weights = (depth_weights(model) - 3 * model.hidden_size) / layout.tensor + 3 * model.hidden_size
+    dense = sum((count for name, count in layer.items() if name not in EXPERT_PARTS + ADAPTER_PARTS), extra_weights)
+    depths = 1 if model.mtp_use_repeated_layer else depths
+    return {"mtp": depths * dense, "experts": depths * layer.get("experts", np.zeros_like(dense))}  # without adapters
+
+
+def own_share(model: Model) -> float:
+    """Return the share of layers that have weights of their own. The others repeat them, alike on all stages."""
+    return len(own_layers(model)) / model.num_layers
+
+
+def stage_parameters(train: Training, layout: Layout, stage: Stage) -> Parts:
+    """Return the number of weights of one stage on one rank, by component."""
+    model, copies = train.model, stage.copies * own_share(train.model)
+    parts = edge_parameters(
+        train, layout, first=stage.first, last=stage.last, mtp=(stage.mtp > 0).astype(np.float64), norm=stage.final_norm
+    )
+    add_parts(parts, layer_parameters(train, layout, moe=False, stage=stage), stage.dense * copies)
+    if experts_of(model) is not None:
+        add_parts(parts, layer_parameters(train, layout, moe=True, stage=stage), stage.moe * copies)
+    if model.mtp_num_layers:
+        add_parts(parts, mtp_parameters(train, layout), stage.mtp / model.mtp_num_layers)
+    return parts
+
+
+def model_flops(train: Training) -> float:
+    """Return the flops of forward and backward of one step, without recompute.
+
+    Source: `num_floating_point_operations` of Megatron-LM core_v0.16. It has 6 flops per weight and token, the causal
+    half of the attention scores (of those within windows, if layers have some), and no router. With adapters, the
+    frozen weights have no gradients (4 flops), and the adapters themselves are not counted.
+    """
+    if train.lengths:  # as sequences of the length that has as many pairs of tokens
+        samples = train.lengths.cut(train.sequence).astype(np.float64)
+        alike = replace(train, sequence=round(float((samples**2).sum() / samples.sum())), lengths=None)
+        return model_flops(alike) / alike.sequence * train.lengths.tokens(train.sequence)
+    model, sequence = train.model, float(train.sequence)
+    mixers, networks = mixer_counts(model), network_counts(model)
+    layers = sum(number * _used_weights(model, part) for part, number in (*mixers.items(), *networks.items()))
+    scores = sum(number * mixer.core_flops(sequence) for mixer, number in mixers.items()) / 2.0
+    depths, depth = model.mtp_num_layers, depth_layer(model)
+    if depth.mixer is not None:
+        scores += depths * depth.mixer.core_flops(sequence) / 2.0
+    mtp = depths * (sum(_used_weights(model, part) for part in depth.parts) + depth_weights(model))
+    weights = layers + mtp + model.hidden_size * model.vocab_size * (1 + depths)
+    flops_per_weight = 4.0 if train.options.adapter else 6.0
+    of_tower = 0.0 if train.tower is None else train.global_batch * tower_flops(train.tower)
+    return train.global_batch * train.sequence * (flops_per_weight * weights + 6.0 * scores) + of_tower
+
+
+def _used_weights(model: Model, part: Part) -> float:
+    """Return the weights of a part that a token uses: of routed experts, those that it chooses. Routers do not
+    count."""
+    total, chosen = float(part.other_weights), part.chosen if isinstance(part, Experts) else 1
+    for each in part.products(model.hidden_size):
+        if each.name != "router":
+            total += each.inputs * each.outputs * (chosen if each.component in EXPERT_PARTS else 1)
+    return total
+
+
+def add_parts(total: Parts, parts: Parts, factor: FloatArray | float = 1.0) -> None:
+    """Add each component of `parts`, multiplied by `factor`, to `total` in place."""
+    for name, value in parts.items():
+        total[name] = total[name] + value * factor if name in total else value * factor
+
+
+def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[ModelPart, ...]:
+    """Return the parts of a model, with the number of weights of each and how often it occurs.
+
+    A part is a mixer or a network of one kind, for example. The norm before it belongs to it, the final norm to the
+    output head. `layout`: one device that holds the whole model.
+    """
+    one = np.ones(1)
+    tower, train = train.tower, replace(train, tower=None)
+    if layout is None:
+        sizes: dict[str, Any] = {each.name: one for each in fields(Layout) if each.name not in ("further", "here")}
+        off = ("sharded_optimizer", "sequence_parallel", "selective", "uniform", "block", "first_layers", "last_layers")
+        layout = Layout(**{**sizes, **dict.fromkeys((*off, "split", "expert_groups"), np.zeros(1))})
+    model = without_repeats(train.model)
+    train = replace(train, model=model, options=replace(train.options, adapter=None))
+    edges = {name: float(each[0]) for name, each in edge_parameters(train, layout, first=one, last=one).items()}
+    found = [ModelPart("Vision tower", tower.vision.weights, 1)] if tower else []
+    found.append(ModelPart("Embedding", edges["embedding"], 1))
+    mixers = sorted(mixer_counts(model).items(), key=lambda each: not isinstance(each[0], Attention))
+    networks = sorted(network_counts(model).items(), key=lambda each: each[0].kind, reverse=True)
+    counts: dict[tuple[str, float], int] = {}  # windows differ in no weights
+    for part, number in (*mixers, *networks):
+        weights = sum(float(each[0]) for each in part_weights(train, layout, part).values())
+        key = part.label, weights + model.hidden_size + model.residual_weights + part.norm_weights
+        counts[key] = counts.get(key, 0) + number
+    found += [ModelPart(name, weights, number) for (name, weights), number in counts.items()]
+    if model.mtp_num_layers:
+        mtp_weights = sum(float(each[0]) for each in mtp_parameters(train, layout).values())
+        found.append(ModelPart("MTP", mtp_weights / model.mtp_num_layers, model.mtp_num_layers))
+    found.append(ModelPart("Output", sum(edges.values()) - edges["embedding"], 1))
+    return tuple(found)
