@@ -11,26 +11,26 @@ from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_models.networks.experts import Experts
 
 from flagcore.contracts import AttentionShape, Costs
-from flagcore.domain.model import Mixer, Network, Part, Product
+from flagcore.domain.model import Mixer, Network, Part
 from flagcore.domain.space import FloatArray
 from flagcore_training.adapters import linears
 from flagcore_training.layout import Layout, Training
 from flagcore_training.lengths import attention_length, one_by_one
 from flagcore_training.mixes import MeanLayer
-from flagcore_training.time.adapters import adapted, adapter_launches
+from flagcore_training.time.experts import moe_block
 from flagcore_training.time.passes import (
     Block,
     Linear,
     Seconds,
     TensorCollectives,
     activation_seconds,
-    as_integers,
     collective,
     context_collective,
-    expert_dispatch,
     linear,
+    norm_and_residual,
     norm_seconds,
 )
+from flagcore_training.time.products import adapter_launches, product_time
 from flagcore_training.weights import padded_vocab
 
 LAUNCHES = {True: (50.0, 27.0), False: (103.0, 55.0)}
@@ -100,9 +100,9 @@ def mixer_block(mixer: Mixer, train: Training, layout: Layout, costs: Costs, tp:
     kernels, unit, tensor = costs.kernels, float(train.value_bytes), layout.tensor
     tokens = layout.tokens(train.sequence)
     tp, described = tp.beside(train, "out_proj"), mixer.products(train.model.hidden_size)
-    products = reduce(add, (_product(train, layout, costs, each) for each in described))
+    products = reduce(add, (product_time(train, layout, costs, each) for each in described))
     width = float(sum(each.outputs for each in described if each.split == "outputs"))
-    norm, norm_back, residual = _norm_and_residual(train, layout, costs)
+    norm, norm_back, residual = norm_and_residual(train, layout, costs)
     square = np.full_like(tokens, SQUARE)
     per_flop = kernels.gemm_seconds(square, square, square, train.unquantised) / (2.0 * SQUARE**3)
     arithmetic = mixer.core_flops(float(train.sequence)) * tokens / tensor * per_flop / CORE_SHARE
@@ -136,7 +136,7 @@ def attention_block(mixer: Attention, train: Training, layout: Layout, costs: Co
     rotated = (mixer.query_width + mixer.key_width) * layout.tokens(train.sequence) / layout.tensor
     (qkv, latent, output), tp = _projections(mixer, train, layout, costs), tp.beside(train, "o_proj")
     products = qkv + latent + output
-    norm, norm_back, residual = _norm_and_residual(train, layout, costs)
+    norm, norm_back, residual = norm_and_residual(train, layout, costs)
     tensor_bytes = unit * rotated
     sequences = one_by_one(train) * layout.micro_batch
     is_apart = train.transformer_engine and not train.options.rope_fusion  # other layers' figures have it
@@ -184,9 +184,9 @@ def ffn_block(network: Network, train: Training, layout: Layout, costs: Costs, t
     """Return the time of a dense layer's FFN: norm, both products, activation function and residual sum."""
     tokens, width = layout.tokens(train.sequence), network.width / layout.tensor
     described, tp = network.products(train.model.hidden_size), tp.beside(train, "down_proj")
-    up, down = (_product(train, layout, costs, each) for each in described)
+    up, down = (product_time(train, layout, costs, each) for each in described)
     products = up + down
-    norm, norm_back, residual = _norm_and_residual(train, layout, costs)
+    norm, norm_back, residual = norm_and_residual(train, layout, costs)
     activation, activation_back = activation_seconds(train, network, costs.kernels, train.value_bytes * width * tokens)
     launches = np.full_like(tokens, LAUNCHES[train.transformer_engine][1])
     launches = launches + adapter_launches(train, *linears(described))
@@ -240,57 +240,13 @@ def embedding_time(train: Training, layout: Layout, costs: Costs) -> Block:
     return Block(forward, backward, costs.kernels.memory_seconds(3.0 * row_bytes * tokens), Seconds.from_compute(zeros))
 
 
-def _norm_and_residual(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the seconds of a block's norm in forward and in backward, and of the residual sum after the block.
-
-    With n residual streams, kernels before the block read them twice and write their sum, and one after it reads and
-    writes them and reads the block's output (arXiv 2512.24880). Backward is counted with twice this traffic.
-    """
-    kernels, unit, streams = costs.kernels, float(train.value_bytes), train.model.residual_streams
-    h, rows = train.model.hidden_size, layout.token_rows(train.sequence)
-    norm, back = norm_seconds(kernels, unit * h * rows)
-    if streams > 1:
-        mixed = kernels.memory_seconds(unit * (4.0 * streams - 1.0) * h * rows)
-        norm, back = norm + mixed, back + 2.0 * mixed
-    return norm, back, kernels.memory_seconds(unit * 3.0 * h * rows)
-
-
-_MODULES = {"qkv_proj": "attention", "out_proj": "attention", "mixers": "mixer_output"}
-"""The modules of `Training.precision_of` by component, of the mixers only for their output projections."""
-
-
-def _product(
-    train: Training,
-    layout: Layout,
-    costs: Costs,
-    product: Product,
-    rows: FloatArray | None = None,
-    ranks: FloatArray | None = None,
-) -> Linear:
-    """Return the time of one copy of a product, with the adapters beside it.
-
-    `ranks`: those that divide it, by default the tensor-parallel ranks. `rows`: by default all tokens of their group if
-    they divide it, otherwise those of one rank.
-    """
-    ranks = layout.tensor if ranks is None else ranks
-    if rows is None:
-        rows = layout.tokens(train.sequence) if product.split else layout.token_rows(train.sequence)
-    inner = product.inputs / (ranks if product.split == "inputs" else 1.0)
-    if not product.adapts:
-        precision = train.precision_of("latent") if product.name == "latent" else train.unquantised
-        return linear(costs.kernels, rows, inner, float(product.outputs), precision)
-    outer = {each.name: each.width / (ranks if product.split == "outputs" else 1.0) for each in product.layers}
-    module = "" if product.component == "mixers" and product.split != "inputs" else product.component
-    return adapted(train, costs.kernels, train.precision_of(_MODULES.get(module, "")), rows, inner, outer)
-
-
 def _projections(mixer: Attention, train: Training, layout: Layout, costs: Costs) -> tuple[Linear, Linear, Linear]:
     """Return the linear layers of attention: input projections, latent up-projections, output projection.
 
     Those of an indexer are left out.
     """
     products = (each for each in mixer.products(train.model.hidden_size) if each.name != "index")
-    times = {each.name: _product(train, layout, costs, each) for each in products}
+    times = {each.name: product_time(train, layout, costs, each) for each in products}
     if not isinstance(mixer, LatentAttention):
         return times["qkv"], times["qkv"] * 0.0, times["output"]
     down, queries, up = (times[name] for name in ("compression", "queries", "expansion"))
@@ -381,106 +337,3 @@ def _fused_core(
     rescaling = ring * kernels.memory_seconds(3.0 * output)
     forward = share * kernels.attention_seconds(shape, precision) / context + rescaling
     return forward, share * kernels.attention_backward_seconds(shape, precision) / context + 2.0 * rescaling
-
-
-MOE_LAUNCHES = {True: (70.0, 25.0, 10.0), False: (150.0, 33.0, 20.0)}
-"""Kernels of an MoE block's forward pass, with and without transformer-engine's layers.
-
-The first number is for router, permutation and dispatch, the second for one expert (or for all experts with grouped
-products), the third for the shared experts. Backward launches twice as many. Fitted to 13 measured ranks with 2 to 64
-experts each; the values of transformer-engine are estimates."""
-
-GROUPED_LAUNCHES = 2.0
-"""Kernels for each expert with grouped products, which are a product of cuBLAS per expert and linear layer, on several
-streams (transformer-engine 2.14 `cublaslt_gemm.cu`, multi_stream_cublas_gemm). So are those of adapters, half of their
-kernels. Counted."""
-
-
-_BIAS_BYTES = {2.0: (12.0, 16.0), 4.0: (28.0, 40.0)}
-"""The bytes per output element, forward and backward, of the biases of experts with a grouped product, by the bytes of
-the router's weights. The biases are scaled by these and added expert by expert, then all outputs are concatenated, and
-cast if the weights have 4 bytes, as with the flex dispatcher (megatron-core 0.16 `moe/experts.py`, `_apply_bias`)."""
-
-
-def moe_block(network: Experts, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
-    """Return the time of an MoE block: norm, router, dispatch, experts, combine, shared experts and residual sum.
-
-    The busiest expert rank processes `expert_imbalance` times the mean number of token copies, and the other ranks wait
-    for it. With several local experts, the alltoall dispatcher also sorts the copies by expert, and back (Megatron-LM
-    @0014f137 `token_dispatcher.py`). With `overlap_expert_comm`, the dispatch overlaps another micro-batch's layer.
-    """
-    kernels, options, unit = costs.kernels, train.options, float(train.value_bytes)
-    h = train.model.hidden_size
-    copies = layout.expert_tokens(network.chosen, train.sequence) * options.expert_imbalance
-    local_experts, width = network.count / layout.expert, network.width / layout.expert_tensor
-    latent, routed = float(network.expert_width(h)), network.routed(h)
-    up, down = (_product(train, layout, costs, each, copies / local_experts, layout.expert_tensor) for each in routed)
-    experts = (up + down) * local_experts
-    activation, activation_back = activation_seconds(train, network, kernels, train.value_bytes * width * copies)
-    router = reduce(add, (_product(train, layout, costs, each) for each in network.routing(h)))
-    norm, norm_back, residual = _norm_and_residual(train, layout, costs)
-    permute = kernels.memory_seconds(unit * 2.0 * latent * copies)
-    sorts = 2.0 * permute * (local_experts > 1.0) * (options.dispatcher == "alltoall")
-    is_grouped = options.grouped_gemm and train.transformer_engine
-    router_launches, expert_launches, _ = MOE_LAUNCHES[train.transformer_engine]
-    of_adapters = adapter_launches(train, *linears(routed))
-    launches = (expert_launches + of_adapters) * (1.0 if is_grouped else local_experts) + router_launches
-    launches = launches + is_grouped * (GROUPED_LAUNCHES + of_adapters / 2.0) * local_experts
-    bias = bias_back = np.zeros_like(copies)
-    if network.bias and is_grouped:
-        weight_bytes = 4.0 if options.dispatcher == "flex" else 2.0
-        bias, bias_back = (kernels.memory_seconds(each * latent * copies) for each in _BIAS_BYTES[weight_bytes])
-        launches = launches + 2.0 * local_experts
-    shares = {1.0, options.dispatch_share, options.combine_gradient_share}
-    exchange = {
-        share: options.expert_imbalance * expert_dispatch(network, train, layout, costs, share) for share in shares
-    }
-    sent, returned = (exchange[1.0] + exchange[s] for s in (options.dispatch_share, options.combine_gradient_share))
-
-    element = norm + 2.0 * permute + sorts + residual + activation + bias
-    forward = Seconds.from_compute(experts.forward + router.forward + element, expert=sent, launches=launches)
-    element_back = norm_back + 3.0 * permute + sorts + activation_back + residual + bias_back
-    gradients = experts.input_gradient + router.input_gradient + element_back
-    backward = Seconds.from_compute(gradients, expert=returned, launches=2.0 * launches)
-    repeated = Seconds.from_compute(np.zeros_like(norm))
-    if "layernorm" in options.recompute_modules:
-        repeated = repeated + Seconds.from_compute(norm)
-    if "moe" in options.recompute_modules:
-        repeated = repeated + forward
-    elif "moe_act" in options.recompute_modules:
-        repeated = repeated + Seconds.from_compute(activation)
-    block = Block(forward, backward, experts.weight_gradient + router.weight_gradient, repeated)
-    if network.shared:
-        block = block + _shared_expert_block(network, train, layout, costs, tp)
-    if not options.overlap_expert_comm:
-        return block
-    share = costs.collectives.compute_share(as_integers(layout.expert), as_integers(layout.expert_tensor))
-    return _overlap_dispatch(block, layout.pairs(train.model) * (1.0 - share))
-
-
-def _shared_expert_block(
-    network: Experts, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives
-) -> Block:
-    tokens, width = layout.tokens(train.sequence), network.shared / layout.tensor
-    described, tp = network.always(train.model.hidden_size), tp.beside(train, "down_proj")
-    up, down = (_product(train, layout, costs, each) for each in described)
-    products = up + down
-    activation, back = activation_seconds(train, network, costs.kernels, train.value_bytes * width * tokens)
-    launches = np.full_like(tokens, MOE_LAUNCHES[train.transformer_engine][2])
-    launches = launches + adapter_launches(train, *linears(described))
-    forward = Seconds.from_compute(products.forward + activation, tensor=tp.forward, launches=launches)
-    backward = Seconds.from_compute(products.input_gradient + back, tensor=tp.backward(up), launches=2.0 * launches)
-    is_recomputed = train.options.recompute_modules & {"shared_experts", "moe"}
-    repeated = forward if is_recomputed else Seconds.from_compute(np.zeros_like(tokens))
-    return Block(forward, backward, products.weight_gradient, repeated)
-
-
-def _overlap_dispatch(block: Block, hidden: FloatArray) -> Block:
-    """Return a block whose token dispatch overlaps the kernels of another micro-batch, as long as its own. `hidden` is
-    the share of an overlapping second that is gained; the rest is the slowdown of the kernels."""
-
-    def expose(seconds: Seconds, kernels: FloatArray) -> Seconds:
-        return replace(seconds, expert=seconds.expert - hidden * np.minimum(seconds.expert, kernels))
-
-    forward = expose(block.forward, block.forward.compute)
-    return replace(block, forward=forward, backward=expose(block.backward, block.backward.compute + block.weight))

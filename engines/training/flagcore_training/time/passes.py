@@ -101,6 +101,21 @@ def norm_seconds(kernels: KernelCosts, tensor_bytes: FloatArray) -> tuple[FloatA
     return kernels.memory_seconds(2.5 * tensor_bytes), kernels.memory_seconds(5.0 * tensor_bytes)
 
 
+def norm_and_residual(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return the seconds of a block's norm in forward and in backward, and of the residual sum after the block.
+
+    With n residual streams, kernels before the block read them twice and write their sum, and one after it reads and
+    writes them and reads the block's output (arXiv 2512.24880). Backward is counted with twice this traffic.
+    """
+    kernels, unit, streams = costs.kernels, float(train.value_bytes), train.model.residual_streams
+    h, rows = train.model.hidden_size, layout.token_rows(train.sequence)
+    norm, back = norm_seconds(kernels, unit * h * rows)
+    if streams > 1:
+        mixed = kernels.memory_seconds(unit * (4.0 * streams - 1.0) * h * rows)
+        norm, back = norm + mixed, back + 2.0 * mixed
+    return norm, back, kernels.memory_seconds(unit * 3.0 * h * rows)
+
+
 def activation_seconds(
     train: Training, network: Network, kernels: KernelCosts, tensor_bytes: FloatArray
 ) -> tuple[FloatArray, FloatArray]:

@@ -1,11 +1,15 @@
-"""Time of linear layers with frozen weights: they have no gradients, but adapters have small products beside them."""
+"""Time of the products of a layer.
+
+Linear layers with frozen weights have no gradients, but adapters have small products beside them.
+"""
 
 import numpy as np
 
-from flagcore.contracts import KernelCosts
+from flagcore.contracts import Costs, KernelCosts
+from flagcore.domain.model import Product
 from flagcore.domain.space import FloatArray
 from flagcore_training.adapters import BASE_BYTES, Outer, chosen
-from flagcore_training.layout import Training
+from flagcore_training.layout import Layout, Training
 from flagcore_training.time.passes import Linear, linear
 
 LAUNCHES = 4.0
@@ -57,3 +61,32 @@ def adapter_launches(train: Training, *products: tuple[object, Outer]) -> float:
 
 def _chosen(train: Training, outer: Outer) -> list[FloatArray | float]:
     return chosen(train.options.adapter, outer, joint=train.options.joint_adapters)
+
+
+_MODULES = {"qkv_proj": "attention", "out_proj": "attention", "mixers": "mixer_output"}
+"""The modules of `Training.precision_of` by component, of the mixers only for their output projections."""
+
+
+def product_time(
+    train: Training,
+    layout: Layout,
+    costs: Costs,
+    product: Product,
+    rows: FloatArray | None = None,
+    ranks: FloatArray | None = None,
+) -> Linear:
+    """Return the time of one copy of a product, with the adapters beside it.
+
+    `ranks`: those that divide it, by default the tensor-parallel ranks. `rows`: by default all tokens of their group if
+    they divide it, otherwise those of one rank.
+    """
+    ranks = layout.tensor if ranks is None else ranks
+    if rows is None:
+        rows = layout.tokens(train.sequence) if product.split else layout.token_rows(train.sequence)
+    inner = product.inputs / (ranks if product.split == "inputs" else 1.0)
+    if not product.adapts:
+        precision = train.precision_of("latent") if product.name == "latent" else train.unquantised
+        return linear(costs.kernels, rows, inner, float(product.outputs), precision)
+    outer = {each.name: each.width / (ranks if product.split == "outputs" else 1.0) for each in product.layers}
+    module = "" if product.component == "mixers" and product.split != "inputs" else product.component
+    return adapted(train, costs.kernels, train.precision_of(_MODULES.get(module, "")), rows, inner, outer)

@@ -1,0 +1,127 @@
+"""Time of a layer's experts for one micro-batch: router, dispatch, routed and shared experts."""
+
+from dataclasses import replace
+from functools import reduce
+from operator import add
+
+import numpy as np
+from flagcore_models.networks.experts import Experts
+
+from flagcore.contracts import Costs
+from flagcore.domain.space import FloatArray
+from flagcore_training.adapters import linears
+from flagcore_training.layout import Layout, Training
+from flagcore_training.time.passes import (
+    Block,
+    Seconds,
+    TensorCollectives,
+    activation_seconds,
+    as_integers,
+    expert_dispatch,
+    norm_and_residual,
+)
+from flagcore_training.time.products import adapter_launches, product_time
+
+MOE_LAUNCHES = {True: (70.0, 25.0, 10.0), False: (150.0, 33.0, 20.0)}
+"""Kernels of an MoE block's forward pass, with and without transformer-engine's layers.
+
+The first number is for router, permutation and dispatch, the second for one expert (or for all experts with grouped
+products), the third for the shared experts. Backward launches twice as many. Fitted to 13 measured ranks with 2 to 64
+experts each; the values of transformer-engine are estimates."""
+
+GROUPED_LAUNCHES = 2.0
+"""Kernels for each expert with grouped products, which are a product of cuBLAS per expert and linear layer, on several
+streams (transformer-engine 2.14 `cublaslt_gemm.cu`, multi_stream_cublas_gemm). So are those of adapters, half of their
+kernels. Counted."""
+
+
+_BIAS_BYTES = {2.0: (12.0, 16.0), 4.0: (28.0, 40.0)}
+"""The bytes per output element, forward and backward, of the biases of experts with a grouped product, by the bytes of
+the router's weights. The biases are scaled by these and added expert by expert, then all outputs are concatenated, and
+cast if the weights have 4 bytes, as with the flex dispatcher (megatron-core 0.16 `moe/experts.py`, `_apply_bias`)."""
+
+
+def moe_block(network: Experts, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
+    """Return the time of an MoE block: norm, router, dispatch, experts, combine, shared experts and residual sum.
+
+    The busiest expert rank processes `expert_imbalance` times the mean number of token copies, and the other ranks wait
+    for it. With several local experts, the alltoall dispatcher also sorts the copies by expert, and back (Megatron-LM
+    @0014f137 `token_dispatcher.py`). With `overlap_expert_comm`, the dispatch overlaps another micro-batch's layer.
+    """
+    kernels, options, unit = costs.kernels, train.options, float(train.value_bytes)
+    h = train.model.hidden_size
+    copies = layout.expert_tokens(network.chosen, train.sequence) * options.expert_imbalance
+    local_experts, width = network.count / layout.expert, network.width / layout.expert_tensor
+    latent, routed = float(network.expert_width(h)), network.routed(h)
+    up, down = (
+        product_time(train, layout, costs, each, copies / local_experts, layout.expert_tensor) for each in routed
+    )
+    experts = (up + down) * local_experts
+    activation, activation_back = activation_seconds(train, network, kernels, train.value_bytes * width * copies)
+    router = reduce(add, (product_time(train, layout, costs, each) for each in network.routing(h)))
+    norm, norm_back, residual = norm_and_residual(train, layout, costs)
+    permute = kernels.memory_seconds(unit * 2.0 * latent * copies)
+    sorts = 2.0 * permute * (local_experts > 1.0) * (options.dispatcher == "alltoall")
+    is_grouped = options.grouped_gemm and train.transformer_engine
+    router_launches, expert_launches, _ = MOE_LAUNCHES[train.transformer_engine]
+    of_adapters = adapter_launches(train, *linears(routed))
+    launches = (expert_launches + of_adapters) * (1.0 if is_grouped else local_experts) + router_launches
+    launches = launches + is_grouped * (GROUPED_LAUNCHES + of_adapters / 2.0) * local_experts
+    bias = bias_back = np.zeros_like(copies)
+    if network.bias and is_grouped:
+        weight_bytes = 4.0 if options.dispatcher == "flex" else 2.0
+        bias, bias_back = (kernels.memory_seconds(each * latent * copies) for each in _BIAS_BYTES[weight_bytes])
+        launches = launches + 2.0 * local_experts
+    shares = {1.0, options.dispatch_share, options.combine_gradient_share}
+    exchange = {
+        share: options.expert_imbalance * expert_dispatch(network, train, layout, costs, share) for share in shares
+    }
+    sent, returned = (exchange[1.0] + exchange[s] for s in (options.dispatch_share, options.combine_gradient_share))
+
+    element = norm + 2.0 * permute + sorts + residual + activation + bias
+    forward = Seconds.from_compute(experts.forward + router.forward + element, expert=sent, launches=launches)
+    element_back = norm_back + 3.0 * permute + sorts + activation_back + residual + bias_back
+    gradients = experts.input_gradient + router.input_gradient + element_back
+    backward = Seconds.from_compute(gradients, expert=returned, launches=2.0 * launches)
+    repeated = Seconds.from_compute(np.zeros_like(norm))
+    if "layernorm" in options.recompute_modules:
+        repeated = repeated + Seconds.from_compute(norm)
+    if "moe" in options.recompute_modules:
+        repeated = repeated + forward
+    elif "moe_act" in options.recompute_modules:
+        repeated = repeated + Seconds.from_compute(activation)
+    block = Block(forward, backward, experts.weight_gradient + router.weight_gradient, repeated)
+    if network.shared:
+        block = block + _shared_expert_block(network, train, layout, costs, tp)
+    if not options.overlap_expert_comm:
+        return block
+    share = costs.collectives.compute_share(as_integers(layout.expert), as_integers(layout.expert_tensor))
+    return _overlap_dispatch(block, layout.pairs(train.model) * (1.0 - share))
+
+
+def _shared_expert_block(
+    network: Experts, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives
+) -> Block:
+    tokens, width = layout.tokens(train.sequence), network.shared / layout.tensor
+    described, tp = network.always(train.model.hidden_size), tp.beside(train, "down_proj")
+    up, down = (product_time(train, layout, costs, each) for each in described)
+    products = up + down
+    activation, back = activation_seconds(train, network, costs.kernels, train.value_bytes * width * tokens)
+    launches = np.full_like(tokens, MOE_LAUNCHES[train.transformer_engine][2])
+    launches = launches + adapter_launches(train, *linears(described))
+    forward = Seconds.from_compute(products.forward + activation, tensor=tp.forward, launches=launches)
+    backward = Seconds.from_compute(products.input_gradient + back, tensor=tp.backward(up), launches=2.0 * launches)
+    is_recomputed = train.options.recompute_modules & {"shared_experts", "moe"}
+    repeated = forward if is_recomputed else Seconds.from_compute(np.zeros_like(tokens))
+    return Block(forward, backward, products.weight_gradient, repeated)
+
+
+def _overlap_dispatch(block: Block, hidden: FloatArray) -> Block:
+    """Return a block whose token dispatch overlaps the kernels of another micro-batch, as long as its own. `hidden` is
+    the share of an overlapping second that is gained; the rest is the slowdown of the kernels."""
+
+    def expose(seconds: Seconds, kernels: FloatArray) -> Seconds:
+        return replace(seconds, expert=seconds.expert - hidden * np.minimum(seconds.expert, kernels))
+
+    forward = expose(block.forward, block.forward.compute)
+    return replace(block, forward=forward, backward=expose(block.backward, block.backward.compute + block.weight))
