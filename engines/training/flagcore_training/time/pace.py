@@ -96,9 +96,11 @@ class Pace:
         of_parts = []
         for values in zip(*(each[:, index] for each in (*plain, *again)), strict=True):
             forward_s, launches, backward_s, backward_launches, again_s, again_launches, *repeated = values
-            seconds, kernels = (each * layout.selective for each in repeated)
-            of_both = backward_s + seconds, backward_launches + kernels, again_s - seconds, again_launches - kernels
-            of_parts.append(_Work(forward_s, launches, *of_both))
+            if layout.selective.any():
+                seconds, kernels = (each * layout.selective for each in repeated)
+                backward_s, backward_launches = backward_s + seconds, backward_launches + kernels
+                again_s, again_launches = again_s - seconds, again_launches - kernels
+            of_parts.append(_Work(forward_s, launches, backward_s, backward_launches, again_s, again_launches))
         layer, leading, first, last, mtp = of_parts
         if train.tower is not None and parts.tower is not None:
             tower = tower_time(train.tower, layout, parts.tower[index])
