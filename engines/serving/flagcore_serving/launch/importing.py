@@ -10,6 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from flagcore_importers.programs import strip_dashes
 from flagcore_models.public import find_public
 
 from flagcore.domain.chip import USUAL_DEVICES
@@ -18,7 +19,6 @@ from flagcore.domain.launch import Start
 from flagcore.domain.secrets import is_secret, redact_text
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, join_errors
-from flagcore.launchers.programs import strip_dashes
 from flagcore.spec.plain_data import Notes, mapping_of, read_mapping
 from flagcore_serving.job import CLIENTS_PER_DEVICE, Load
 from flagcore_serving.launch.start import EngineProfile
