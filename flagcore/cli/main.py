@@ -25,7 +25,7 @@ from flagcore.errors import FlagError, NoDevice
 from flagcore.i18n import LANGUAGES, N_, VARIABLE, _, choose, choose_by_locale, did_you_mean, language, wrapped
 
 GROUPS = {
-    N_("Start"): {"init": "specs", "import": "specs", "tune": "tune"},
+    N_("Start"): {"init": "specs", "import": "", "tune": "tune"},
     N_("Plan"): {"models": "specs", "estimate": "plan", "probe": "plan", "compare": "plan", "size": ""},
     N_("Inspect"): {"explain": "plan", "report": "tune", "runs": "tune"},
     N_("Use the result"): {"run": "tune", "export": "tune", "manifest": "tune"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -297,18 +296,6 @@ def in_versions(versions: str, version: str | None) -> bool:
     except InvalidVersion:
         return True
     return SpecifierSet(versions).contains(release, prereleases=True)
-
-
-def unknown_release(key: str, engine: str, version: str | None, versions: str) -> list[str]:
-    """Return a list with a warning if the engine's known `versions` do not include the spec's release, or if it is no
-    release number, else an empty one.
-
-    `key`: the key of the spec that states the release.
-    """
-    if version is None or (in_versions(versions, version) and re.match(r"v?\d+(\.|$)", version)):
-        return []
-    fallback = "knobs and predictions are those of the nearest known release"
-    return [f"{key} = {version} is not a release of {engine} that flagcore knows ({versions}); {fallback}"]
 
 
 _INVALID = object()

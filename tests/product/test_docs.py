@@ -15,11 +15,11 @@ import pytest
 from click.testing import CliRunner
 from flagcore_serving.engine import ServingEngine
 from flagcore_training.reading import STEPS
+from flagcore_vendorkit.metrics import METRICS
 
 from docs.site import cli_page, generate, vendor_pages
 from flagcore import errors
 from flagcore.cli.main import OWN, flag, others
-from flagcore.launchers.programs import METRICS
 from flagcore.plugins import ENGINES, find_engine, names
 from tests.product.doc_pages import FENCE, PAGES, ROOT, TEXT, prose
 

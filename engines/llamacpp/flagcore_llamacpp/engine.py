@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 
 import numpy as np
+from flagcore_importers import programs
+from flagcore_importers.programs import strip_dashes
 from flagcore_models.gguf import context_length
 from flagcore_models.layers import layers_of
 from flagcore_models.networks.experts import Experts
@@ -38,8 +40,6 @@ from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Knob
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, NoDevice
 from flagcore.i18n import Message
-from flagcore.launchers import programs
-from flagcore.launchers.programs import strip_dashes
 from flagcore_llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 
 PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"

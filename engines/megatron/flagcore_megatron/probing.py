@@ -9,6 +9,7 @@ import numpy as np
 from flagcore_training.reading import INVALID_JSON
 from flagcore_training.stages import stage
 from flagcore_training.start import program_launch
+from flagcore_vendorkit.metrics import METRICS, NoMetrics, interquartile_range, read_metrics
 
 from flagcore.contracts import Costs, Platform, Probes
 from flagcore.domain.launch import Launch
@@ -17,7 +18,6 @@ from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Candidate, Columns
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
-from flagcore.launchers.programs import METRICS, NoMetrics, interquartile_range, read_metrics
 from flagcore_megatron.predict import inputs, rank_figures
 from flagcore_megatron.space.knobs import columns as row_of
 from flagcore_megatron.space.meshes import stage_devices

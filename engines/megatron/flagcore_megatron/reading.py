@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 from flagcore_training.reading import MAX_MIB, LogFiles, finite_number, measurement, program_progress, read_program
+from flagcore_vendorkit.metrics import NoMetrics
 
 from flagcore.contracts import Steps
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import Task
 from flagcore.domain.steps import warmup_of_fewer, warmup_steps
 from flagcore.domain.trial import Measurement
-from flagcore.launchers.programs import NoMetrics
 from flagcore_megatron.mixed.equal_meshes import as_asked, devices_of
 from flagcore_megatron.space.knobs import BY_NAME
 from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from flagcore_importers.programs import unknown_release
 from flagcore_serving.advice import spec_warnings
 from flagcore_serving.engine import ServingEngine
 from flagcore_training.knobs import divisors, read_knobs
@@ -14,7 +15,7 @@ from flagcore_vendorkit.settings import UNKNOWN_TIME
 
 from flagcore.contracts import Costs, Published, differs_only
 from flagcore.domain.engine import UNKNOWN, Unmodelled
-from flagcore.domain.knob import Knob, unknown_release
+from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, KnobValue, Rule
 from flagcore.domain.spec import AUTO, Task

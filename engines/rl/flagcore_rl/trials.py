@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 from flagcore_importers.dialect import Key, name_of
+from flagcore_importers.programs import check_version, find_program, package_version
 from flagcore_training.reading import FAILURES, LogFiles
+from flagcore_vendorkit.metrics import NoMetrics, interquartile_range
 
 from flagcore.contracts import Commands, Engine, Platform, Steps
 from flagcore.domain.knob import Knob
@@ -21,7 +23,6 @@ from flagcore.domain.steps import warmup_of_fewer
 from flagcore.domain.trial import Measurement
 from flagcore.errors import SpecError
 from flagcore.i18n import Message, _
-from flagcore.launchers.programs import NoMetrics, check_version, find_program, interquartile_range, package_version
 from flagcore_rl import importing
 from flagcore_rl.commands import dialect_of
 from flagcore_rl.importing import Reading

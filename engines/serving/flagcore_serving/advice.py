@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from flagcore_importers.programs import unknown_release
 from flagcore_models.public import find_public
 
-from flagcore.domain.knob import unknown_release
 from flagcore.domain.metrics import MIN_REQUESTS, RATES
 from flagcore.domain.spec import AUTO, Spec
 from flagcore_serving.load.traffic import in_flight

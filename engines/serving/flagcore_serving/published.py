@@ -18,10 +18,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from flagcore_importers.programs import release
+
 from flagcore.contracts import Published
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
-from flagcore.launchers.programs import release
 from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.model.simulated_load import STEADY_RATIO, WAVES_IN_FLIGHT
 from flagcore_serving.space import knobs as common_knobs

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 
 import numpy as np
+from flagcore_importers.programs import strip_dashes
 from flagcore_models.layers import attention_counts
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_serving.job import EngineArg
@@ -23,7 +24,6 @@ from flagcore_serving.space.weights import cache_bytes_per_token
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
-from flagcore.launchers.programs import strip_dashes
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedule_policy"

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 from flagcore_importers.dialect import read_config
+from flagcore_importers.programs import check_version, find_program, package_version, unknown_release
 from flagcore_training.commands import environment, unknown_placeholders
 from flagcore_training.reading import FAILURES, measurement
+from flagcore_vendorkit.metrics import NoMetrics
 
 from flagcore.contracts import Costs, Engine, Platform, Steps
-from flagcore.domain.knob import Knob, unknown_release
+from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, FloatArray, IntArray, KnobValue, Rule
@@ -23,7 +25,6 @@ from flagcore.domain.steps import warmup_of_fewer, warmup_steps
 from flagcore.domain.trial import Measurement
 from flagcore.errors import LaunchError, SpecError
 from flagcore.i18n import _
-from flagcore.launchers.programs import NoMetrics, check_version, find_program, package_version
 from flagcore_trainers import logs, meaning, start
 from flagcore_trainers.importing import processes
 from flagcore_trainers.meaning import Codes, WholeModel

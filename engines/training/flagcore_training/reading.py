@@ -12,13 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from flagcore_vendorkit.metrics import METRICS, NoMetrics, interquartile_range, read_metrics
+
 from flagcore.domain.chip import SPEED_TEST
 from flagcore.domain.files import open_regular, read_regular
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.spec import Task
 from flagcore.domain.steps import warmup_of_fewer
 from flagcore.domain.trial import Measurement, TrialState
-from flagcore.launchers.programs import METRICS, NoMetrics, interquartile_range, read_metrics
 from flagcore.spec.plain_data import package_yaml
 
 MAX_MIB = 1 << 30

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 import numpy as np
+from flagcore_importers.programs import release, strip_dashes
 from flagcore_models.layers import attention_counts, latent_layers, other_mixers, state_bytes
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_serving.job import EngineArg
@@ -25,7 +26,6 @@ from flagcore.domain.engine import Unmodelled
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
-from flagcore.launchers.programs import release, strip_dashes
 from flagcore_vllm import connectors, json_flags
 
 NEWEST = (0, 33, 0)

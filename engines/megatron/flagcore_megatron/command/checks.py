@@ -8,13 +8,13 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from flagcore_importers.programs import unknown_release
 from flagcore_training.commands import TORCHRUN_SWITCHES, UserCommand, environment, unknown_placeholders
 from flagcore_training.lengths import length_warnings
 from packaging.version import Version
 
 from flagcore.contracts import Platform
 from flagcore.domain.files import read_regular
-from flagcore.domain.knob import unknown_release
 from flagcore.domain.secrets import redact_text
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task

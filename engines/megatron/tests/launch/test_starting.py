@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from flagcore_megatron.engine import ENGINE
+from flagcore_vendorkit.metrics import NoMetrics
 
 from flagcore.contracts import Launcher, RunningLaunch
 from flagcore.domain.chip import Support
@@ -16,7 +17,6 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import TimeLimit
-from flagcore.launchers.programs import NoMetrics
 from flagcore.tuner.stages.launch import launch
 from tests.product import tasks
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
+from flagcore_importers.programs import strip_dashes
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import Instance, address
@@ -26,7 +27,6 @@ from flagcore.domain.space import Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 from flagcore.i18n import Message
-from flagcore.launchers.programs import strip_dashes
 from flagcore_servers.untested import UNTESTED, pairs, prefill_tokens, whole_prompts
 
 BATCH, TOKENS, BLOCK = "max_batch_size", "max_num_tokens", "tokens_per_block"

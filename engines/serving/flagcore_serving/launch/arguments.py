@@ -7,11 +7,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from flagcore_importers.programs import strip_dashes
+
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start
 from flagcore.domain.secrets import is_secret
 from flagcore.errors import SpecError, join_errors
-from flagcore.launchers.programs import strip_dashes
 from flagcore.spec.plain_data import Notes, mapping_of, read_mapping
 from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.space.flags import LENGTHS, as_words, leaves, parse_length

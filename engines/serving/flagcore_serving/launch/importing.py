@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flagcore_importers.programs import strip_dashes
 from flagcore_models.public import find_public
 
 from flagcore.domain.chip import USUAL_DEVICES
@@ -15,7 +16,6 @@ from flagcore.domain.launch import Start
 from flagcore.domain.secrets import redact_text
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, join_errors
-from flagcore.launchers.programs import strip_dashes
 from flagcore.spec.plain_data import Notes
 from flagcore_serving.job import CLIENTS_PER_DEVICE, Load
 from flagcore_serving.launch.arguments import Arguments, Pair, of_variables, split, with_config, with_model

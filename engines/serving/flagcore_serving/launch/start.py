@@ -12,6 +12,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import numpy as np
+from flagcore_importers.programs import strip_dashes
 
 from flagcore.contracts import Engine, ExportJob, Platform
 from flagcore.contracts.exchange import ADDRESS, DEVICES_OF_HOST
@@ -23,7 +24,6 @@ from flagcore.domain.space import Axis, Candidate, Columns, KnobValue
 from flagcore.domain.spec import Task
 from flagcore.errors import LaunchError, SpecError, UsageError
 from flagcore.i18n import _
-from flagcore.launchers.programs import strip_dashes
 from flagcore_serving.job import ServeSpec
 from flagcore_serving.launch import export
 from flagcore_serving.launch.reports import ServerReports

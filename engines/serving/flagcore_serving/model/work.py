@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from flagcore_importers.programs import release
 from flagcore_models.layers import network_counts
 from flagcore_models.networks.experts import Experts
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
-from flagcore.launchers.programs import release
 from flagcore.physics.roofline import BYTES
 from flagcore_serving.job import Load
 from flagcore_serving.space.weights import ATTENTION

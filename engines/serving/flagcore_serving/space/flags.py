@@ -10,7 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flagcore.launchers.programs import strip_dashes
+from flagcore_importers.programs import strip_dashes
+
 from flagcore_serving.job import EngineArg
 
 LENGTHS = (

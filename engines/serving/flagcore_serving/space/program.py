@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import yaml
+from flagcore_importers import programs
+from flagcore_importers.programs import strip_dashes
 from flagcore_vendorkit.settings import Settings, read_settings
 
 from flagcore.domain.engine import Unmodelled
@@ -17,8 +19,6 @@ from flagcore.domain.knob import Flag, Knob, in_versions
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import NoDevice, SpecError, join_errors
-from flagcore.launchers import programs
-from flagcore.launchers.programs import strip_dashes
 from flagcore.spec.plain_data import SafeLoader, package_yaml
 from flagcore_serving.job import SCHEMES, EngineArg
 from flagcore_serving.space import knobs

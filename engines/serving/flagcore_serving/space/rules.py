@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from flagcore_importers.programs import strip_dashes
 from flagcore_models.keys import MODELS
 from flagcore_models.layers import attention_counts, network_counts, other_mixers, product_counts
 
@@ -13,7 +14,6 @@ from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 from flagcore.i18n import N_, Message
-from flagcore.launchers.programs import strip_dashes
 from flagcore_serving.space import placement
 from flagcore_serving.space.hardware import (
     DP,

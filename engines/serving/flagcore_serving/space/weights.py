@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from flagcore_importers.programs import strip_dashes
 from flagcore_models.config import context_of
 from flagcore_models.gguf import context_length
 from flagcore_models.layers import attention_counts, mixer_counts, weights_by_group
@@ -20,7 +21,6 @@ from flagcore_models.quantized import format_of_weights
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, SpecError
-from flagcore.launchers.programs import strip_dashes
 from flagcore.physics.roofline import BYTES
 from flagcore_serving.space.hardware import Hardware
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import psutil
+from flagcore_vendorkit.metrics import METRICS
 
 from flagcore.domain.space import KnobValue
 from flagcore.domain.trial import TrialState
-from flagcore.launchers.programs import METRICS
 from flagcore_serving.launch.reports import ServerReports
 from flagcore_serving.launch.server import TrialJob, log_name, read_job
 from flagcore_serving.load.routing import ENCODE

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from flagcore_vendorkit.metrics import METRICS, NoMetrics, interquartile_range, read_metrics
+
 from flagcore.domain.metrics import HIGHEST_LOAD, PER_DEVICE, HighestLoad
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Task, figure_name, is_rate, seconds
 from flagcore.domain.trial import Measurement, Trial, TrialState
-from flagcore.launchers.programs import METRICS, NoMetrics, interquartile_range, read_metrics
 from flagcore_serving.job import Rates
 from flagcore_serving.model.speculation import USUAL, tokens_per_iteration
 from flagcore_serving.space.hardware import Hardware

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from flagcore_importers import programs
 from flagcore_llamacpp.engine import ENGINE as LLAMACPP
 from flagcore_models.layers import parameters
 from flagcore_serving.engine import ServingEngine
@@ -20,7 +21,6 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.errors import NoDevice
-from flagcore.launchers import programs
 from flagcore.tuner.stages.build import build
 from tests.product.tasks import DENSE, costs
 

@@ -13,11 +13,11 @@ from fixed_machine import PINS
 from flagcore_serving.job import Load
 from flagcore_serving.trial import loads
 from flagcore_serving.trial.servers import listeners
+from flagcore_vendorkit.metrics import METRICS
 
 from engines.serving.tests.trial import trials
 from flagcore.domain.trial import Measurement, Role, TimeLimit, Trial, TrialState
 from flagcore.launchers.local import LAUNCHER
-from flagcore.launchers.programs import METRICS
 from flagcore.tuner.stages.launch import launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]

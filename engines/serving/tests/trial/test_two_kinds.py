@@ -16,6 +16,7 @@ from flagcore_serving.load.routing import P2P
 from flagcore_serving.trial.__main__ import run
 from flagcore_serving.trial.failures import TrialFailure
 from flagcore_serving.trial.servers import listeners
+from flagcore_vendorkit.metrics import METRICS
 
 from engines.serving.tests.trial import trials
 from engines.serving.tests.trial.test_misbehaving_servers import all_gone
@@ -23,7 +24,6 @@ from engines.serving.tests.trial.trials import SERVER, requests_sent
 from flagcore.contracts import Platform
 from flagcore.domain.spec import ClusterSpec
 from flagcore.domain.trial import Role, TimeLimit, Trial, TrialState
-from flagcore.launchers.programs import METRICS
 from flagcore.tuner.stages.launch import launch
 from flagcore.tuner.stages.measure import measure
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from flagcore_importers.programs import unknown_release
 from flagcore_training.adapters import absent_targets, as_noted
 from flagcore_training.lengths import length_warnings
 
 from flagcore.contracts import Commands, Costs, Engine, Platform, Published
-from flagcore.domain.knob import Knob, unknown_release
+from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Launch, Start
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, KnobValue, Merge, Rule

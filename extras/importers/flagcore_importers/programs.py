@@ -1,24 +1,17 @@
-"""Finds the program of an engine, and its version in package metadata, without running it.
+"""Finds the program of an engine, and its version in package metadata, without running it."""
 
-It also reads the metrics that the trial programs of all engines write.
-"""
-
-import json
 import os
 import re
 import shutil
-import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-from flagcore.domain.files import read_regular
+from flagcore.domain.knob import in_versions
 from flagcore.domain.spec import Spec
-from flagcore.errors import FlagError, NoDevice, SpecError
+from flagcore.errors import NoDevice, SpecError
 
 _FIRST_LINE = 512
 
@@ -115,29 +108,13 @@ def release(version: str) -> tuple[int, ...] | None:
     return tuple(int(part) for part in parts.groups(default="0")) if parts else None
 
 
-METRICS = "metrics.json"
+def unknown_release(key: str, engine: str, version: str | None, versions: str) -> list[str]:
+    """Return a list with a warning if the engine's known `versions` do not include the spec's release, or if it is no
+    release number, else an empty one.
 
-
-class NoMetrics(FlagError):
-    """Raised if a trial ended without metrics."""
-
-
-def read_metrics(folder: str) -> dict[str, Any]:
-    """Return the metrics that a trial program wrote into `folder`. Raises NoMetrics if there are none."""
-    try:
-        data = json.loads(read_regular(Path(folder, METRICS)))
-    except FileNotFoundError:
-        raise NoMetrics(f"exit code 0, but no {METRICS} was written") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise NoMetrics(f"{METRICS} cannot be read ({type(error).__name__})") from None
-    if not isinstance(data, dict):
-        raise NoMetrics(f"{METRICS} is not an object")
-    return data
-
-
-def interquartile_range(seconds: Sequence[float]) -> float:
-    """Return the interquartile range; it is 0 for a single value."""
-    if len(seconds) < 2:
-        return 0.0
-    quarters = statistics.quantiles(seconds, n=4, method="inclusive")
-    return quarters[2] - quarters[0]
+    `key`: the key of the spec that states the release.
+    """
+    if version is None or (in_versions(versions, version) and re.match(r"v?\d+(\.|$)", version)):
+        return []
+    fallback = "knobs and predictions are those of the nearest known release"
+    return [f"{key} = {version} is not a release of {engine} that flagcore knows ({versions}); {fallback}"]
