@@ -10,8 +10,8 @@ from flagcore_serving.engine import DEEP
 from flagcore_serving.job import Load
 from flagcore_serving.launch import reports
 from flagcore_serving.launch.server import Fetch
-from flagcore_testing.examples import mixed
 
+from engines.models.tests.examples import mixed
 from engines.serving.tests.engines.tasks import (
     GIB,
     MLA,
