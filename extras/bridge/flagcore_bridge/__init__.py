@@ -411,7 +411,9 @@ def _note_others(
         used[section] |= _DEFAULTS.keys()
     for override in added:
         section, *keys = override.split(".")
-        if section not in used or (keys and keys[0] not in used[section] and keys[0] != "rampup_batch_size"):
+        if section not in used or (
+            keys and keys[0] not in used[section] and (section, keys[0]) != ("train", "rampup_batch_size")
+        ):
             fix = _("correct it, or write +{key}=VALUE", key=override)
             notes.report(override, _("is not in the config, and predictions do not use it"), fix=fix)
     for section, values in sections.items():

@@ -1,4 +1,4 @@
-"""Watchers: what other tools are told while a search runs."""
+"""Watchers: the events of a search that other tools receive while it runs."""
 
 from __future__ import annotations
 
