@@ -12,14 +12,12 @@ from flagcore_models.layers import attention_counts
 from flagcore_training.adapters import absent_targets
 from flagcore_training.reading import FAILURES
 
-from flagcore.contracts import Costs, Engine, Platform, PruningRule, Published, Steps
+from flagcore.contracts import Engine, Platform, PruningRule, Published
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import Launch
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
-from flagcore.domain.spec import AUTO, Spec, Task
-from flagcore.domain.trial import Measurement
+from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.spec import AUTO, Task
 from flagcore.i18n import N_, _
 from flagcore_megatron import predict as prediction
 from flagcore_megatron import reading, start
@@ -79,8 +77,7 @@ class Megatron(Engine):
 
     # The spec
 
-    def check_values(self, spec: Spec) -> None:
-        checks.check_values(spec)
+    check_values = staticmethod(checks.check_values)
 
     def complete(self, platform: Platform, *, runs_here: bool, plan: bool) -> Platform:
         platform = platform if runs_here else production.as_in_production(platform)
@@ -105,8 +102,7 @@ class Megatron(Engine):
 
     # The search space
 
-    def axes(self, task: Task) -> tuple[Axis, ...]:
-        return knob_rows.axes(task)
+    axes = staticmethod(knob_rows.axes)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         absent_targets(task.spec.model, task.spec.train.adapter)
@@ -118,8 +114,7 @@ class Megatron(Engine):
     def merges(self, task: Task) -> tuple[Merge, ...]:
         return merges_with_meshes(task, merges(task))
 
-    def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-        return knob_rows.columns(task, values)
+    columns = staticmethod(knob_rows.columns)
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
         return (UselessSelectiveRecompute(task),) if task.spec.train.attention == "flash" else ()
@@ -167,11 +162,8 @@ class Megatron(Engine):
 
     # Predictions
 
-    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
-        return prediction.predict(task, columns, costs)
-
-    def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
-        return prediction.sizes(task, columns)
+    predict = staticmethod(prediction.predict)
+    sizes = staticmethod(prediction.sizes)
 
     def published(self, task: Task, values: Mapping[str, KnobValue], notes: str) -> Published:
         found, completed, noted = production.published(task, values, notes)
@@ -181,24 +173,16 @@ class Megatron(Engine):
 
     # Trials
 
-    def ready(self, spec: Spec) -> None:
-        start.ready(spec)
+    ready = staticmethod(start.ready)
 
     def trial_notes(self, platform: Platform, candidate: Candidate | None) -> Sequence[str]:
         changes = checks.command_changes(platform, candidate) if candidate else []
         return [*changes, *start.installation_notes(platform)]
 
-    def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
-        return start.launch(platform, candidate, folder, for_real=for_real)
-
-    def steps(self, task: Task, folder: str) -> Steps:
-        return reading.steps(task, folder)
-
-    def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
-        return reading.read(task, candidate, folder, partial=partial)
-
-    def shorter_batch(self, task: Task, candidate: Candidate, share: float) -> int | None:
-        return start.shorter_batch(task, candidate, share)
+    launch = staticmethod(start.launch)
+    steps = staticmethod(reading.steps)
+    read = staticmethod(reading.read)
+    shorter_batch = staticmethod(start.shorter_batch)
 
 
 MEMORY_ORDER = {knob.name: knob.memory_order for knob in SPACE_KNOBS if knob.memory_order}

@@ -4,13 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flagcore.contracts import Bounds, Commands, Costs, Plans
+from flagcore.contracts import Bounds, Commands, Plans
 from flagcore.domain.launch import Start
-from flagcore.domain.model import Model
-from flagcore.domain.prediction import Components, ModelPart, Passes, Predictions
-from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue
+from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import ImportNote, SettingValue, Spec, Task
-from flagcore.domain.work import Work
 from flagcore_megatron import predict as prediction
 from flagcore_megatron.mixed.planner import values_alone
 from flagcore_megatron.program.user_command import starts_megatron
@@ -22,11 +19,8 @@ class MegatronBounds(Bounds):
 
     knobs = tuple(knob.name for knob in knobs.SPACE_KNOBS if knob.name not in meshes.RECOMPUTE_KNOBS)
 
-    def seconds(self, task: Task, columns: Columns, costs: Costs) -> FloatArray:
-        return prediction.least_seconds(task, columns, costs)
-
-    def share(self, task: Task, columns: Columns, costs: Costs) -> FloatArray:
-        return prediction.least_share(task, columns, costs)
+    seconds = staticmethod(prediction.least_seconds)
+    share = staticmethod(prediction.least_share)
 
 
 class MegatronPlans(Plans):
@@ -39,41 +33,22 @@ class MegatronPlans(Plans):
 
         return read_flags(text, spec)
 
-    def in_space(self, values: Mapping[str, KnobValue], model: Model) -> Mapping[str, KnobValue]:
-        return knobs.in_space(values, model)
-
-    def runs_as(self, spec: Spec) -> str:
-        return production.runs_as(spec)
-
-    def assumed(self, task: Task, candidate: Candidate) -> Mapping[str, SettingValue]:
-        return production.assumed(task, candidate)
-
-    def without_command(self, spec: Spec) -> Work:
-        return production.without_command(spec)
-
-    def unusual(self, task: Task, columns: Columns, predictions: Predictions) -> FloatArray:
-        return production.unusual(task, columns, predictions)
-
-    def model(self, task: Task) -> tuple[ModelPart, ...]:
-        return prediction.model_parts(task)
-
-    def components(self, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
-        return prediction.components(task, columns, stages, costs)
-
-    def pipelines(self, task: Task, columns: Columns, costs: Costs) -> Sequence[Passes]:
-        return prediction.pipelines(task, columns, costs)
-
-    def stage_layers(self, task: Task, columns: Columns, costs: Costs) -> Sequence[Sequence[int]]:
-        return prediction.stage_layers(task, columns, costs)
+    in_space = staticmethod(knobs.in_space)
+    runs_as = staticmethod(production.runs_as)
+    assumed = staticmethod(production.assumed)
+    without_command = staticmethod(production.without_command)
+    unusual = staticmethod(production.unusual)
+    model = staticmethod(prediction.model_parts)
+    components = staticmethod(prediction.components)
+    pipelines = staticmethod(prediction.pipelines)
+    stage_layers = staticmethod(prediction.stage_layers)
+    splits = staticmethod(meshes.splits)
 
     def space_alone(
         self, task: Task, group: int, space: Mapping[str, str | tuple[KnobValue, ...]]
     ) -> Mapping[str, str | tuple[KnobValue, ...]]:
         alone = {**values_alone(task, group), **space}
         return {name: values for name, values in alone.items() if name != meshes.MESHES}
-
-    def splits(self, task: Task, columns: Columns) -> Mapping[str, BoolArray]:
-        return meshes.splits(task, columns)
 
 
 class MegatronCommands(Commands):
