@@ -6,32 +6,35 @@ adds a buffer, which may be larger than the memory that it saves when layers are
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from flagcore_models.layers import attention_counts
 from flagcore_training.adapters import absent_targets
 from flagcore_training.reading import FAILURES
 
-from flagcore.contracts import Engine, Platform, PruningRule, Published
+from flagcore.contracts import Bounds, Commands, Engine, Plans, Platform, PruningRule, Published
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import Knob
+from flagcore.domain.launch import Start
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Merge, Rule
-from flagcore.domain.spec import AUTO, Task
+from flagcore.domain.spec import AUTO, ImportNote, SettingValue, Spec, Task
 from flagcore.i18n import N_, _
 from flagcore_megatron import predict as prediction
 from flagcore_megatron import reading, start
 from flagcore_megatron.command import checks
+from flagcore_megatron.mixed.planner import values_alone
 from flagcore_megatron.mixed.planner import with_meshes as with_planned_meshes
 from flagcore_megatron.mixed.rules import merges_with_meshes, with_meshes
-from flagcore_megatron.parts import MegatronBounds, MegatronCommands, MegatronPlans
 from flagcore_megatron.probing import MegatronProbes
 from flagcore_megatron.program.unmodelled import unmodelled
+from flagcore_megatron.program.user_command import starts_megatron
 from flagcore_megatron.space import knobs as knob_rows
 from flagcore_megatron.space import meshes, options, production
 from flagcore_megatron.space import rules as legality
 from flagcore_megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
-from flagcore_megatron.space.merges import merges
 from flagcore_megatron.space.meshes import CP, DP, EP, PP, SP, TP
 from flagcore_megatron.space.rules import DIST_OPT, RECOMPUTE
 from flagcore_megatron.space.setting_rules import settings_with_rules
@@ -58,6 +61,57 @@ class UselessSelectiveRecompute:
 
 CORE = frozenset({"core_attn"})
 TEXT_ONLY = "the vision tower and images are left out: see images_per_sequence, image_width and image_height"
+
+
+class MegatronBounds(Bounds):
+    """Bounds for all values of the knobs of recompute."""
+
+    knobs = tuple(knob.name for knob in SPACE_KNOBS if knob.name not in meshes.RECOMPUTE_KNOBS)
+
+    seconds = staticmethod(prediction.least_seconds)
+    share = staticmethod(prediction.least_share)
+
+
+class MegatronPlans(Plans):
+    """Plans as production jobs run: with settings of published recipes, on meshes of several node groups."""
+
+    labels = prediction.LABELS
+
+    def read_flags(self, text: str, spec: Spec) -> tuple[str, Mapping[str, SettingValue], Sequence[str]]:
+        from flagcore_megatron.importing.command import read_flags  # other commands do not need it
+
+        return read_flags(text, spec)
+
+    in_space = staticmethod(knob_rows.in_space)
+    runs_as = staticmethod(production.runs_as)
+    assumed = staticmethod(production.assumed)
+    without_command = staticmethod(production.without_command)
+    unusual = staticmethod(production.unusual)
+    model = staticmethod(prediction.model_parts)
+    components = staticmethod(prediction.components)
+    pipelines = staticmethod(prediction.pipelines)
+    stage_layers = staticmethod(prediction.stage_layers)
+    splits = staticmethod(meshes.splits)
+
+    def space_alone(
+        self, task: Task, group: int, space: Mapping[str, str | tuple[KnobValue, ...]]
+    ) -> Mapping[str, str | tuple[KnobValue, ...]]:
+        alone = {**values_alone(task, group), **space}
+        return {name: values for name, values in alone.items() if name != meshes.MESHES}
+
+
+class MegatronCommands(Commands):
+    """Reads commands of Megatron-LM and of programs with its arguments."""
+
+    keeps_scripts = True
+
+    def role(self, command: Sequence[str], directory: str) -> str | None:
+        return "" if starts_megatron(command, directory) else None
+
+    def read(self, start: Start, directory: Path, model: str | None) -> tuple[dict[str, Any], Sequence[ImportNote]]:
+        from flagcore_megatron.importing.command import spec_of_command  # other commands do not need it
+
+        return spec_of_command(start, directory, model)
 
 
 class Megatron(Engine):
@@ -112,7 +166,7 @@ class Megatron(Engine):
         return with_meshes(task, (*legality.rules(task), *of_settings))
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
-        return merges_with_meshes(task, merges(task))
+        return merges_with_meshes(task, legality.merges(task))
 
     columns = staticmethod(knob_rows.columns)
 
