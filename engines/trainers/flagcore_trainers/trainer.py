@@ -308,44 +308,36 @@ class Trainer(Engine):
         formats = (log.format,) if log.format else logs.TIMED
         steps = (log.step,) if log.step else [logs.FORMATS[name] for name in formats]
         printed = {name: row.printed for name, row in self.described.knobs.items() if row.printed}
-        return logs.Patterns(
-            steps=[logs.Pattern(each) for each in steps],
-            loss=logs.Pattern(log.loss) if log.loss else None,
-            memory_gib=logs.Pattern(log.memory_gib or logs.MEMORY_GIB),
-            printed={name: logs.Pattern(pattern) for name, pattern in printed.items()},
-        )
+        return logs.Patterns(steps=steps, loss=log.loss, memory_gib=log.memory_gib or logs.MEMORY_GIB, printed=printed)
 
     def steps(self, task: Task, folder: str) -> Steps:
-        reading = logs.Reading(folder, logs.Log.of(task, self.patterns()))
-        return Steps(reading, limit=task.spec.control.train_iters)
+        return Steps(logs.Log(folder, task, self.patterns()), limit=task.spec.control.train_iters)
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
-        reading = logs.Reading(folder, logs.Log.of(task, self.patterns()))
-        reading(unfinished=True)
-        if reading.log.too_slow:
-            raise NoMetrics(reading.log.too_slow)
-        times = tuple(reading.log.times.values())
-        if not times and (stated := reading.log.unusable):
+        log = logs.Log(folder, task, self.patterns())
+        log(unfinished=True)
+        if log.too_slow:
+            raise NoMetrics(log.too_slow)
+        times = tuple(log.times.values())
+        if not times and (stated := log.unusable):
             problem = f"the log states {stated[0]} as the time or rate of a step, not one finite number above 0"
-            raise NoMetrics(f"unusable step time: {problem}{reading.note}")
+            raise NoMetrics(f"unusable step time: {problem}{log.note}")
         if not times:
             pattern = self.described.log.step
             fix = "correct" if pattern else "give"
             problem = f"no line of the log {'matches train.program.log.step' if pattern else 'has a step time'}"
-            if reading.log.matched:
+            if log.matched:
                 problem = "the log has no second line of a step, from whose arrival times would follow"
-            shown = f"; its last line is {reading.log.last[:200]!r}" if reading.log.last else ""
-            raise NoMetrics(
-                f"{problem}; {fix} train.program.log.step, the pattern of a line per step{shown}{reading.note}"
-            )
+            shown = f"; its last line is {log.last[:200]!r}" if log.last else ""
+            raise NoMetrics(f"{problem}; {fix} train.program.log.step, the pattern of a line per step{shown}{log.note}")
         warmup = warmup_of_fewer(len(times), warmup_steps(times, task.spec.control.warmup_iters))
         return measurement(
             task,
             times,
             warmup,
-            losses=reading.log.losses,
-            peak_allocated_bytes=reading.log.peak_bytes,
-            effective=self.effective(reading.log),
+            losses=log.losses,
+            peak_allocated_bytes=log.peak_bytes,
+            effective=self.effective(log),
         )
 
     def effective(self, log: logs.Log) -> dict[str, KnobValue]:
