@@ -13,9 +13,10 @@ from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 from flagcore_rl.job import RlSpec, job_of
-from flagcore_rl.roles import DEVICES, ROLLOUT, SHARD, STALENESS, engine_of, serve_values, train_values
+from flagcore_rl.roles import DEVICES, ROLLOUT, SHARD, STALENESS, THREADS, engine_of, serve_values, train_values
 
 TP, CP, PP, EP = (f"{name}_parallel_size" for name in ("tensor_model", "context", "pipeline_model", "expert_model"))
+MBS = "micro_batch_size"
 RTP, RPP, RDP, REP = (f"{ROLLOUT}{name}_parallel_size" for name in ("tensor", "pipeline", "data", "expert"))
 ETP, FIRST, LAST = (
     "expert_tensor_parallel_size",
@@ -25,7 +26,8 @@ ETP, FIRST, LAST = (
 ENDS = (FIRST, LAST, "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 """What lets stages have different numbers of layers."""
 NAMES = {"CP": CP, "EP": EP, "PP": PP, "TP": TP, "RTP": RTP, "RPP": RPP, "RDP": RDP, "REP": REP, "SHARD": SHARD}
-rule = RuleTable(__package__, {**NAMES, "DEVICES": DEVICES, "STALENESS": STALENESS})
+NAMES |= {"DEVICES": DEVICES, "STALENESS": STALENESS, "THREADS": THREADS, "micro_batch_size": MBS}
+rule = RuleTable(__package__, NAMES)
 
 
 def check_settings(work: RlSpec) -> None:
@@ -82,6 +84,10 @@ def rules(task: Task) -> tuple[Rule, ...]:
             ranks = ranks // size(columns, TP)
         return np.asarray((columns[EP] > 1) & (((model.experts or 1) % size(columns, EP) != 0) | (ranks % expert != 0)))
 
+    def whole_micro_batches(columns: Columns) -> BoolArray:
+        ranks = np.maximum(replicas(columns) // size(columns, THREADS), 1)
+        return np.asarray(work.optimizer_samples % (columns[MBS] * ranks) != 0)
+
     def instances(columns: Columns) -> BoolArray:
         own = np.where(columns[DEVICES] > 0, columns[DEVICES], devices)
         return np.asarray(own % (size(columns, RTP) * size(columns, RPP) * size(columns, RDP)) != 0)
@@ -94,6 +100,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
         rule("even_stages", uneven),
         rule("expert_groups", experts),
         rule("whole_mini_batch", lambda c: work.optimizer_samples % replicas(c) != 0),
+        *(() if work.packing else (rule("whole_micro_batches", whole_micro_batches, samples=work.optimizer_samples),)),
         rule("shards", lambda c: replicas(c) % size(c, SHARD) != 0),
         rule("instances", instances),
         rule("rollout_experts", lambda c: (c[REP] > 1) & (c[REP] != size(c, RTP) * size(c, RDP))),
