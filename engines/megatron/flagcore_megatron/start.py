@@ -70,15 +70,19 @@ def ready(spec: Spec) -> None:
         check_command(spec)
     for key, value in train.settings.items():
         _require_in_megatron(key, value)
-    if train.command is not None:
-        return
+    if train.command is None:
+        _check_program(spec)
+
+
+def _check_program(spec: Spec) -> None:
+    """Raise SpecError or NoDevice if flagcore's own trial program cannot run trials of `spec` on this machine."""
     if spec.cluster.groups:
         _check_groups(spec)
     if spec.cluster.nodes != 1 and not spec.on_each_host:
         problem = "is more than one, but trials start on this machine"
         fix = "list the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm, or set a train.command"
         raise SpecError(key="cluster.nodes", value=spec.cluster.nodes, problem=problem, fix=fix)
-    check(train)
+    check(spec.train)
     if layers := missing_layers(spec.model):
         problem, fix = "has layers that flagcore's trial program does not have", "set a train.command"
         raise SpecError(key="model", value=", ".join(layers), problem=problem, fix=fix)

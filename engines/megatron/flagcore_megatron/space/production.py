@@ -115,7 +115,8 @@ def as_in_production(platform: Platform) -> Platform:
     if not indexer_of(spec.model):
         recipe["dsa_kernel_backend"] = None
     for key, value in recipe.items():
-        if key in set_keys or key not in known or not value or _refuses(platform.value_rules, f"settings.{key}", value):
+        is_open = value and key in known and key not in set_keys
+        if not is_open or _refuses(platform.value_rules, f"settings.{key}", value):
             continue
         if train.engine_version and release_problem(BY_NAME[key], value, train.engine_version):
             continue
