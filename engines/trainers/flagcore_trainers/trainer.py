@@ -236,10 +236,8 @@ class Trainer(Engine):
         spec, command, written = task.spec, self.command(task.spec), ""
         placeholders = self._placeholders(task, candidate, folder)
         if command.config:
-            keys = {row.key: self._value(name, values[name]) for name, row in program.knobs.items() if row.key}
-            keys |= self.further_keys(task, candidate)
-            keys |= {} if for_real else self.trial_keys(task)
-            written = start.write_config(start.changed(command.content, keys), command.config, folder)
+            content = start.changed(command.content, self._keys(task, candidate, for_real=for_real))
+            written = start.write_config(content, command.config, folder)
         added = () if for_real else program.trial_args
         argv = start.argv_of(command, program.knobs, values, placeholders, (*spec.train.flags, *added), written)
         if not for_real and self._needs_clock():
@@ -250,6 +248,12 @@ class Trainer(Engine):
             argv = ("env", *replaced, *argv)  # otherwise the plugin's value, which the launch adds, would count
         variables = {**environment({name: values[name] for name in program.knobs}), **own}
         return Launch(argv=argv, folder=folder, environment=variables, directory=command.directory)
+
+    def _keys(self, task: Task, candidate: Candidate, *, for_real: bool) -> dict[str, Any]:
+        """Return the values of keys of a candidate's configuration file."""
+        knobs, values = self.described.knobs, candidate.as_dict()
+        keys = {row.key: self._value(name, values[name]) for name, row in knobs.items() if row.key}
+        return keys | self.further_keys(task, candidate) | ({} if for_real else self.trial_keys(task))
 
     def further_keys(self, task: Task, candidate: Candidate) -> dict[str, Any]:
         """Return further keys of a candidate's configuration file, also for the real job. By default none."""

@@ -223,6 +223,11 @@ def check(task: Task, settings: Settings) -> None:
     for key, (is_wrong, problem) in _refusals(task, settings, enabled).items():
         if is_wrong and key in enabled:
             raise _refused(key, settings, problem)
+    _check_places(task, settings)
+
+
+def _check_places(task: Task, settings: Settings) -> None:
+    """Raise SpecError for more images than a sequence holds, and for stages that cannot have multi-token prediction."""
     model = task.spec.model
     if (seen := tower(model, settings)) and seen.images * seen.tokens > task.spec.train.seq_length:
         raise _refused(IMAGES, settings, f"have {seen.tokens} tokens each, more than seq_length in a sequence")
@@ -237,13 +242,16 @@ def _refusals(task: Task, settings: Settings, enabled: Set[str]) -> dict[str, tu
     """Return for settings whether Megatron refuses them beside the others, and why."""
     modules, model, version = recompute_modules(settings), task.spec.model, release(task.spec)
     dispatcher, optimizer = settings.get("moe_token_dispatcher_type"), str(settings.get("optimizer") or "adam")
+    possible_modules = {
+        "mla_up_proj": latent_layers(model),
+        "moe_act": "moe_grouped_gemm" in enabled,
+        "shared_experts": SHARED_OVERLAP not in enabled,
+    }
     return {
         "moe_pad_expert_input_to_capacity": (dispatcher == "flex", "excludes moe_token_dispatcher_type: flex"),
         SHARED_OVERLAP: (dispatcher != "alltoall", "needs moe_token_dispatcher_type: alltoall"),
         "recompute_modules": (
-            ("mla_up_proj" in modules and not latent_layers(model))
-            or ("moe_act" in modules and "moe_grouped_gemm" not in enabled)
-            or ("shared_experts" in modules and SHARED_OVERLAP in enabled),
+            not modules.isdisjoint(name for name, is_there in possible_modules.items() if not is_there),
             "need: mla_up_proj latent attention, moe_act moe_grouped_gemm, shared_experts no moe_shared_expert_overlap",
         ),
         "optimizer": (
