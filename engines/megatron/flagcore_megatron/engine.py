@@ -6,31 +6,29 @@ adds a buffer, which may be larger than the memory that it saves when layers are
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from flagcore_models.layers import attention_counts
 from flagcore_training.adapters import absent_targets
 from flagcore_training.reading import FAILURES
 
-from flagcore.contracts import Bounds, Commands, Engine, Plans, Platform, PruningRule, Published
+from flagcore.contracts import Costs, Engine, Platform, PruningRule, Published, Steps
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import Start
+from flagcore.domain.launch import Launch
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Merge, Rule
-from flagcore.domain.spec import AUTO, ImportNote, SettingValue, Spec, Task
+from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.spec import AUTO, Spec, Task
+from flagcore.domain.trial import Measurement
 from flagcore.i18n import N_, _
 from flagcore_megatron import predict as prediction
 from flagcore_megatron import reading, start
 from flagcore_megatron.command import checks
-from flagcore_megatron.mixed.planner import values_alone
 from flagcore_megatron.mixed.planner import with_meshes as with_planned_meshes
 from flagcore_megatron.mixed.rules import merges_with_meshes, with_meshes
+from flagcore_megatron.parts import MegatronBounds, MegatronCommands, MegatronPlans
 from flagcore_megatron.probing import MegatronProbes
 from flagcore_megatron.program.unmodelled import unmodelled
-from flagcore_megatron.program.user_command import starts_megatron
 from flagcore_megatron.space import knobs as knob_rows
 from flagcore_megatron.space import meshes, options, production
 from flagcore_megatron.space import rules as legality
@@ -63,57 +61,6 @@ CORE = frozenset({"core_attn"})
 TEXT_ONLY = "the vision tower and images are left out: see images_per_sequence, image_width and image_height"
 
 
-class MegatronBounds(Bounds):
-    """Bounds for all values of the knobs of recompute."""
-
-    knobs = tuple(knob.name for knob in SPACE_KNOBS if knob.name not in meshes.RECOMPUTE_KNOBS)
-
-    seconds = staticmethod(prediction.least_seconds)
-    share = staticmethod(prediction.least_share)
-
-
-class MegatronPlans(Plans):
-    """Plans as production jobs run: with settings of published recipes, on meshes of several node groups."""
-
-    labels = prediction.LABELS
-
-    def read_flags(self, text: str, spec: Spec) -> tuple[str, Mapping[str, SettingValue], Sequence[str]]:
-        from flagcore_megatron.importing.command import read_flags  # other commands do not need it
-
-        return read_flags(text, spec)
-
-    in_space = staticmethod(knob_rows.in_space)
-    runs_as = staticmethod(production.runs_as)
-    assumed = staticmethod(production.assumed)
-    without_command = staticmethod(production.without_command)
-    unusual = staticmethod(production.unusual)
-    model = staticmethod(prediction.model_parts)
-    components = staticmethod(prediction.components)
-    pipelines = staticmethod(prediction.pipelines)
-    stage_layers = staticmethod(prediction.stage_layers)
-    splits = staticmethod(meshes.splits)
-
-    def space_alone(
-        self, task: Task, group: int, space: Mapping[str, str | tuple[KnobValue, ...]]
-    ) -> Mapping[str, str | tuple[KnobValue, ...]]:
-        alone = {**values_alone(task, group), **space}
-        return {name: values for name, values in alone.items() if name != meshes.MESHES}
-
-
-class MegatronCommands(Commands):
-    """Reads commands of Megatron-LM and of programs with its arguments."""
-
-    keeps_scripts = True
-
-    def role(self, command: Sequence[str], directory: str) -> str | None:
-        return "" if starts_megatron(command, directory) else None
-
-    def read(self, start: Start, directory: Path, model: str | None) -> tuple[dict[str, Any], Sequence[ImportNote]]:
-        from flagcore_megatron.importing.command import spec_of_command  # other commands do not need it
-
-        return spec_of_command(start, directory, model)
-
-
 class Megatron(Engine):
     """Training with megatron-core, or with a user's own Megatron-LM command."""
 
@@ -131,7 +78,8 @@ class Megatron(Engine):
 
     # The spec
 
-    check_values = staticmethod(checks.check_values)
+    def check_values(self, spec: Spec) -> None:
+        checks.check_values(spec)
 
     def complete(self, platform: Platform, *, runs_here: bool, plan: bool) -> Platform:
         platform = platform if runs_here else production.as_in_production(platform)
@@ -156,7 +104,8 @@ class Megatron(Engine):
 
     # The search space
 
-    axes = staticmethod(knob_rows.axes)
+    def axes(self, task: Task) -> tuple[Axis, ...]:
+        return knob_rows.axes(task)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         absent_targets(task.spec.model, task.spec.train.adapter)
@@ -168,7 +117,8 @@ class Megatron(Engine):
     def merges(self, task: Task) -> tuple[Merge, ...]:
         return merges_with_meshes(task, legality.merges(task))
 
-    columns = staticmethod(knob_rows.columns)
+    def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
+        return knob_rows.columns(task, values)
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
         return (UselessSelectiveRecompute(task),) if task.spec.train.attention == "flash" else ()
@@ -216,8 +166,11 @@ class Megatron(Engine):
 
     # Predictions
 
-    predict = staticmethod(prediction.predict)
-    sizes = staticmethod(prediction.sizes)
+    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        return prediction.predict(task, columns, costs)
+
+    def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
+        return prediction.sizes(task, columns)
 
     def published(self, task: Task, values: Mapping[str, KnobValue], notes: str) -> Published:
         found, completed, noted = production.published(task, values, notes)
@@ -227,16 +180,24 @@ class Megatron(Engine):
 
     # Trials
 
-    ready = staticmethod(start.ready)
+    def ready(self, spec: Spec) -> None:
+        start.ready(spec)
 
     def trial_notes(self, platform: Platform, candidate: Candidate | None) -> Sequence[str]:
         changes = checks.command_changes(platform, candidate) if candidate else []
         return [*changes, *start.installation_notes(platform)]
 
-    launch = staticmethod(start.launch)
-    steps = staticmethod(reading.steps)
-    read = staticmethod(reading.read)
-    shorter_batch = staticmethod(start.shorter_batch)
+    def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
+        return start.launch(platform, candidate, folder, for_real=for_real)
+
+    def steps(self, task: Task, folder: str) -> Steps:
+        return reading.steps(task, folder)
+
+    def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
+        return reading.read(task, candidate, folder, partial=partial)
+
+    def shorter_batch(self, task: Task, candidate: Candidate, share: float) -> int | None:
+        return start.shorter_batch(task, candidate, share)
 
 
 MEMORY_ORDER = {knob.name: knob.memory_order for knob in SPACE_KNOBS if knob.memory_order}

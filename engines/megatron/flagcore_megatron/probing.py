@@ -13,6 +13,7 @@ from flagcore_vendorkit.metrics import METRICS, NoMetrics, interquartile_range, 
 
 from flagcore.contracts import Costs, Platform, Probes
 from flagcore.domain.launch import Launch
+from flagcore.domain.prediction import RankPrediction
 from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Candidate, Columns
 from flagcore.domain.spec import Spec, Task
@@ -32,14 +33,15 @@ PROBE_FIGURES = (
 class MegatronProbes(Probes):
     """Probes by the trial program."""
 
-    predict = staticmethod(rank_figures)
-
     def ready(self, spec: Spec) -> None:
         """Raise SpecError or NoDevice if the trial program cannot run a single rank of `spec` on this machine."""
         if spec.train.command is not None:
             problem = "cannot be probed: a probe runs flagcore's own trial program"
             raise SpecError(key="train.command", value=" ".join(spec.train.command), problem=problem, fix="remove it")
         ready(replace(spec, cluster=replace(spec.cluster, nodes=1)))
+
+    def predict(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
+        return rank_figures(task, columns, rank, costs)
 
     def launch(self, platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
         """Return the launch of a probe of one rank. Raises LaunchError if its job file cannot be written."""

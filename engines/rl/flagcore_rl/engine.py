@@ -27,7 +27,7 @@ from flagcore.domain.engine import UNKNOWN, Unmodelled
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Launch, Start
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, KnobValue
+from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, KnobValue, Rule
 from flagcore.domain.spec import AUTO, ImportNote, Spec, Task
 from flagcore.domain.steps import warmup_of_fewer
 from flagcore.domain.trial import Measurement
@@ -126,7 +126,8 @@ class RlEngine(Engine):
             knob.axis(fixed.get(knob.name) or task.listed_values(knob, AUTO)) for knob in self.knobs if knob.searchable
         )
 
-    rules = staticmethod(rules)
+    def rules(self, task: Task) -> tuple[Rule, ...]:
+        return rules(task)
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
         return differs_only(self.knobs, columns, candidate, MORE_MEMORY)

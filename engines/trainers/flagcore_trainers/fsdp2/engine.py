@@ -12,11 +12,11 @@ from flagcore_importers.programs import unknown_release
 from flagcore_training.adapters import absent_targets, as_noted
 from flagcore_training.lengths import length_warnings
 
-from flagcore.contracts import Commands, Engine, Platform, Published
+from flagcore.contracts import Commands, Costs, Engine, Platform, Published
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Launch, Start
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Candidate, Columns, KnobValue, Rule
+from flagcore.domain.space import Candidate, Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.domain.trial import Measurement
 from flagcore.errors import LaunchError, SpecError
@@ -63,8 +63,11 @@ class Fsdp2(Engine):
     plans = OnlyPlans()
     commands = FrameworkCommands()
 
-    merges = staticmethod(space.merges)
-    predict = staticmethod(prediction.predict)
+    def merges(self, task: Task) -> tuple[Merge, ...]:
+        return space.merges(task)
+
+    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        return prediction.predict(task, columns, costs)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         self._check_command(task.spec)
