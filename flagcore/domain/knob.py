@@ -212,6 +212,11 @@ class Knob:
         return {"space", "setting"} <= set(self.scope)
 
     @property
+    def choosable(self) -> bool:
+        """Whether a space and a baseline may name the knob."""
+        return "space" in self.scope
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The name and the aliases."""
         return (self.name, *self.aliases)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -149,16 +149,20 @@ def cluster_of(cluster: ClusterSection | Literal["auto"], context: Context) -> C
     if not isinstance(cluster, ClusterSection):
         return ClusterSpec()
     lines: Sequence[HostLine] = ()
-    host_envs: Any = {host.rpartition("@")[2]: envs for host, envs in cluster.host_envs.items()}
+    host_envs = {host.rpartition("@")[2]: envs for host, envs in cluster.host_envs.items()}
     if cluster.hostfile is not None:
         lines = read_hosts(context.base / cluster.hostfile, file=context.file)
     users = {line.host: line.user for line in lines if line.user}
     if unknown := [host for host in host_envs if host not in {line.host for line in lines}]:
         problem, fix = _("is not a host of cluster.hostfile"), _("use a name of cluster.hostfile, or remove it")
         raise join_errors([spec_error(("host_envs", each), problem, fix=fix) for each in unknown])
-    if cluster.groups is not None or len({line.kind for line in lines}) > 1:
-        groups = _groups(cluster, lines)
-        return replace(groups, users=users, wait_for_hosts=cluster.wait_for_hosts, host_envs=host_envs)
+    several_kinds = cluster.groups is not None or len({line.kind for line in lines}) > 1
+    found = _groups(cluster, lines) if several_kinds else _identical_nodes(cluster, lines, context)
+    return replace(found, users=users, wait_for_hosts=cluster.wait_for_hosts, host_envs=host_envs)
+
+
+def _identical_nodes(cluster: ClusterSection, lines: Sequence[HostLine], context: Context) -> ClusterSpec:
+    """Return a cluster of identical nodes: those of the host file `lines`, or as many as the section says."""
     numbers = dict[str, int]()
     if lines:
         usable = without_spares(lines, cluster.spares)
@@ -169,15 +173,8 @@ def cluster_of(cluster: ClusterSection | Literal["auto"], context: Context) -> C
         if key in cluster.model_fields_set and (value := getattr(cluster, key)) not in (number, AUTO):
             problem = _("must be {number}, as in {file}", number=number, file=cluster.hostfile)
             raise spec_error(key, problem, value=value, fix=_("leave it out"))
-    return replace(
-        _nodes(cluster.model_copy(update=numbers), ()),
-        hosts=tuple(line.host for line in lines),
-        users=users,
-        spares=cluster.spares,
-        min_nodes=cluster.min_nodes,
-        wait_for_hosts=cluster.wait_for_hosts,
-        host_envs=host_envs,
-    )
+    spec, hosts = _nodes(cluster.model_copy(update=numbers), ()), tuple(line.host for line in lines)
+    return replace(spec, hosts=hosts, spares=cluster.spares, min_nodes=cluster.min_nodes)
 
 
 def _slots(lines: Sequence[HostLine]) -> dict[str, int]:

@@ -77,7 +77,7 @@ def space_section(knobs: Sequence[Knob], suffix: str) -> type[Section]:
     rows = [
         (knob, listed_type(_nullable_type(knob)), AUTO) if knob.searchable else (knob, _compared_type(knob), None)
         for knob in knobs
-        if knob.searchable or knob.comparable
+        if knob.choosable
     ]
     return section_of(f"Space{suffix}", doc, rows)
 
@@ -85,8 +85,8 @@ def space_section(knobs: Sequence[Knob], suffix: str) -> type[Section]:
 def baseline_section(knobs: Sequence[Knob], suffix: str) -> type[Section]:
     """Return the pydantic model of the section `baseline` for these knobs."""
     doc = "The baseline: a value for some or all knobs. Missing knobs are off or 1; DP uses the remaining devices."
-    listed = [knob for knob in knobs if knob.searchable or knob.comparable]
-    return section_of(f"Baseline{suffix}", doc, [(knob, _nullable_type(knob), None) for knob in listed])
+    rows = [(knob, _nullable_type(knob), None) for knob in knobs if knob.choosable]
+    return section_of(f"Baseline{suffix}", doc, rows)
 
 
 def candidate_section(knobs: Sequence[Knob]) -> type[Section]:
