@@ -26,15 +26,17 @@ from flagcore.i18n import LANGUAGES, N_, VARIABLE, _, choose, choose_by_locale, 
 
 GROUPS = {
     N_("Start"): {"init": "specs", "import": "", "tune": "tune"},
-    N_("Plan"): {"models": "specs", "estimate": "plan", "probe": "plan", "compare": "plan", "size": ""},
+    N_("Plan"): {"models": "", "estimate": "plan", "probe": "plan", "compare": "plan", "size": ""},
     N_("Inspect"): {"explain": "plan", "report": "tune", "runs": "tune"},
-    N_("Use the result"): {"run": "tune", "export": "tune", "manifest": "tune"},
+    N_("Use the result"): {"run": "tune", "export": "tune", "manifest": ""},
     N_("Hardware"): {"devices": "machine", "doctor": "machine", "calibrate": "", "operators": ""},
     N_("Extend"): {"plugins": "machine", "schema": "machine", "completion": "machine"},
 }
 """The commands by what they are for, in the order of `flag --help`. The values are their modules in `flagcore.cli`,
 or empty for commands of other distributions."""
 OWN = {name: f"flagcore.cli.{module}" for group in GROUPS.values() for name, module in group.items() if module}
+EXTRAS = {"manifest": "kubernetes"}
+"""The extra of flagcore that has a command, if it is not installed with flagcore."""
 SYNONYMS = {
     "plan": "estimate",
     "predict": "estimate",
@@ -82,6 +84,9 @@ class Commands(options.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command that the arguments name. For an unknown name, raises UsageError with a close match."""
         if args and args[0] not in OWN and not args[0].startswith("-") and args[0] not in others():
+            if extra := EXTRAS.get(args[0]):
+                command = f'pip install "flagcore[{extra}]"'
+                ctx.fail(_("{package} is not installed: run `{command}`", package=args[0], command=command))
             hint = did_you_mean(SYNONYMS.get(args[0], args[0]), self.list_commands(ctx))
             ctx.fail("; ".join(filter(None, [_("no such command {name!r}", name=args[0]), hint])))
         return super().resolve_command(ctx, args)

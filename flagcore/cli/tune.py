@@ -1,10 +1,10 @@
-"""The commands flag tune, run, runs, report, export and manifest."""
+"""The commands flag tune, run, runs, report and export."""
 
 import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,19 +172,6 @@ def _ready(url: str) -> None:
     options.say(_("flag: ready at {url}", url=url))
 
 
-def _pods(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options for the pods of Kubernetes to a command."""
-    for name, text in (
-        ("pods FILE", N_("YAML file with fields of a pod's spec, such as tolerations, that are merged into all pods.")),
-        ("user NUMBER", N_("Run as this user, with the rights that the Pod Security Standard restricted allows.")),
-        ("rdma RESOURCE", N_("Request this resource of network adapters, for RDMA, in each pod.")),
-        ("queue NAME", N_("Queue of Kueue or Volcano.")),
-        ("volume CLAIM:PATH", N_("Persistent volume claim and its mount point, for kubernetes and dynamo.")),
-    ):
-        command = click.option(f"--{name.split()[0]}", metavar=name.split()[1], help=text)(command)
-    return command
-
-
 class _Export(click.Command):
     """The command `flag export`, whose help lists the targets of all installed engines, launchers and importers."""
 
@@ -212,7 +199,7 @@ class _Export(click.Command):
 @click.option(
     "--kind", type=click.Choice(("jobset", "pytorchjob", "volcano")), help="Kind of a Kubernetes job [default: jobset]."
 )
-@_pods
+@options.pods
 @options.settings()
 @options.chip()
 @options.plugins
@@ -237,28 +224,6 @@ def export_command(spec: Any, candidate: tuple[str, ...], target: str, output: s
         for file in exported.files:
             options.show(str(file), "path")
     for note in exported.notes:
-        options.say(f"flag: {note}")
-
-
-@click.command("manifest")
-@click.argument("where", type=click.Path(exists=True, path_type=Path), metavar="SPEC")
-@click.option("--kind", type=click.Choice(("jobset", "pytorchjob", "volcano")), required=True, help="Kind of the job.")
-@click.option("--image", required=True, help="Container image with flagcore.")
-@click.option("--name", help="Name of the job [default: name of the file or directory].")
-@_pods
-@options.raw_settings
-@options.chip()
-@options.plugins
-def manifest_command(where: Path, **given: Any) -> None:
-    """Write a Kubernetes job that tunes SPEC.
-
-    All files must have the same paths in the image or on the volume as on this machine.
-    """
-    from flagcore.report.formats import as_yaml
-
-    manifest, notes = api.manifest(where, **given)
-    options.show(as_yaml(manifest), "yaml")
-    for note in notes:
         options.say(f"flag: {note}")
 
 

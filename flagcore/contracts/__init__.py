@@ -13,7 +13,6 @@ from flagcore.contracts.exchange import (
     HistoryReader,
     ImportedSpec,
     Importer,
-    ManifestWriter,
     PageWriter,
 )
 from flagcore.contracts.launcher import HeldHosts, HostCheck, Launcher, Network, RunningLaunch
@@ -53,7 +52,6 @@ __all__ = [
     "Importer",
     "KernelCosts",
     "Launcher",
-    "ManifestWriter",
     "MemoryModel",
     "Network",
     "OnEvent",

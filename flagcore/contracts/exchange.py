@@ -184,19 +184,6 @@ class Exporter(Protocol):
         """Return the content of each exported file by its name. Raises UsageError if the target cannot run the job."""
 
 
-class ManifestWriter(Protocol):
-    """An optional interface of launchers that can write the manifest of a job in which flagcore itself runs."""
-
-    def manifest(
-        self, platform: Platform, spec: Path, *, name: str, options: Mapping[str, str], changes: Sequence[str]
-    ) -> tuple[dict[str, Any], list[str]]:
-        """Return the manifest of a job that tunes the spec of `platform`, and notes for the user.
-
-        `spec`: the path of the spec file. `options`: as in `ExportJob`. `changes`: further arguments of `flag tune`,
-        which change the spec.
-        """
-
-
 def comments(job: ExportJob) -> list[str]:
     """Return the comment lines at the top of an exported file."""
     program = next((word for word in job.launch.argv if word.endswith(".py")), "/")

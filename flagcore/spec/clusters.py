@@ -149,7 +149,7 @@ def cluster_of(cluster: ClusterSection | Literal["auto"], context: Context) -> C
     if not isinstance(cluster, ClusterSection):
         return ClusterSpec()
     lines: Sequence[HostLine] = ()
-    host_envs = {host.rpartition("@")[2]: envs for host, envs in cluster.host_envs.items()}
+    host_envs: Any = {host.rpartition("@")[2]: envs for host, envs in cluster.host_envs.items()}
     if cluster.hostfile is not None:
         lines = read_hosts(context.base / cluster.hostfile, file=context.file)
     users = {line.host: line.user for line in lines if line.user}

@@ -1,22 +1,21 @@
-"""Exports a candidate as files that start it, and a spec as a Kubernetes job that tunes it."""
+"""Exports a candidate as files that start it."""
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from tempfile import TemporaryDirectory
-from typing import Any, cast
 
 from flagcore import plugins
 from flagcore.api.candidate_parser import legal_candidate
-from flagcore.api.inputs import LoadedSpec, with_settings
+from flagcore.api.inputs import LoadedSpec
 from flagcore.api.outcome import require_startable
 from flagcore.api.runs import Snapshot, load_snapshot
 from flagcore.api.subject import columns_of, named_columns
-from flagcore.contracts import Exporter, ExportJob, ManifestWriter, Platform
+from flagcore.contracts import Exporter, ExportJob, Platform
 from flagcore.contracts.exchange import ANY_HOST
 from flagcore.domain.files import writable
 from flagcore.domain.launch import Launch, ServerGroups
@@ -249,35 +248,3 @@ def _comments(snapshot: Snapshot, candidate: Candidate) -> tuple[str, ...]:
         if knob is not None and value not in (None, knob.neutral):
             lines.append(f"  {name} = {value}: {knob.help}")
     return tuple(lines)
-
-
-def manifest(
-    where: Path | str,
-    *,
-    name: str | None = None,
-    chip: str | None = None,
-    settings: Sequence[str] = (),
-    without: Collection[str] = (),
-    **options: str | None,
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the manifest of a Kubernetes job that tunes a spec, and notes for the user.
-
-    Requires the extra `kubernetes`. `options`: `kind` (jobset, pytorchjob or volcano) and `image` are required; for the
-    others see `ExportJob`. All files must have the same paths in the image or on the volume. `chip` and `settings`
-    (`KEY=VALUE`) change the spec, and the job passes them to `flag tune`. Raises the errors of `flagcore.errors`.
-    """
-    place = Path(where)
-    if place.is_dir():
-        text = N_(
-            "expected a spec, but {run} is a run directory; to export its best configuration, use "
-            "`flag export {run} --to kubernetes`"
-        )
-        raise UsageError(_(text, run=place))
-    name = job_name(place.stem) if name is None else checked_name(name)
-    writer = cast(ManifestWriter, plugins.launcher("kubernetes"))
-    if secrets_in_arguments(settings):
-        raise UsageError(_("the command contains a secret; pass it in a variable"))
-    changes = [word for each in settings for word in ("--set", each)] + (["--chip", chip] if chip else [])
-    platform = load_snapshot(with_settings(place, settings), chip, without).problem.platform
-    given = {key: value for key, value in options.items() if value}
-    return writer.manifest(platform, place, name=name, options=given, changes=changes)
