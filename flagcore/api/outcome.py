@@ -69,9 +69,9 @@ def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
     cannot, precision_reason = "", problem.platform.precision_reason
     data = redact_data(Result.write(plan, str(run_dir)), problem.task.spec.secrets)
     if precision_reason:
-        precision = problem.task.spec.work.precision
-        data["precision"] = {"value": precision, "reason": precision_reason}
-        spec = {**spec, "train": {**spec["train"], "precision": precision}}
+        work = problem.task.spec.work
+        data["precision"] = {"value": work.precision, "reason": precision_reason}
+        spec = {**spec, work.kind: {**spec[work.kind], "precision": work.precision}}
     # If a finished run is started again, its trials have only a plain text of why it stopped, not the translatable one.
     earlier = json_file(run_dir, "result.json")
     if earlier.get("stopped_because") == data["stopped_because"] and "stopped_message" in earlier:

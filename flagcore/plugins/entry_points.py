@@ -318,13 +318,13 @@ def engines(spec: Mapping[str, Any] | None = None) -> _Engines:
     needs = {re.split("[^a-z-]", each)[0] for each in _own_requirements() if "extra ==" not in each}
     own = {name for name, each in points.items() if any(name_of(origin(point)) in needs for point in each)}
     found = _Engines(dict.fromkeys(sorted(points, key=lambda name: (name not in own, name))))
-    train = (spec or {}).get("train")
+    train = (spec or {}).get(TrainSpec.kind)
     found.program = train.get("program") if isinstance(train, Mapping) else None
     return found
 
 
-def first_engine(kind: str) -> str:
-    """Return the name of the first installed engine of a kind, or an empty string if there is none."""
+def first_engine(kind: str = TrainSpec.kind) -> str:
+    """Return the name of the first installed engine of a kind of jobs, or an empty string if there is none."""
     return next((name for name in engines() if kind_of(name) == kind), "")
 
 

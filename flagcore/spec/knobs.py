@@ -51,7 +51,9 @@ def missing_engine(name: str, engines: Engines) -> str:
     return engines.missing(name) if isinstance(engines, Installable) else ""
 
 
-def knobs_of(name: str, engines: Engines, key: KeyPath | str, file: str = "", kind: str = "train") -> tuple[Knob, ...]:
+def knobs_of(
+    name: str, engines: Engines, key: KeyPath | str, file: str = "", kind: str = TrainSpec.kind
+) -> tuple[Knob, ...]:
     """Return the knobs of the engine `name`.
 
     `key`: the key of the spec that names the engine, for errors.

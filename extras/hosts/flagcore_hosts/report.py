@@ -86,7 +86,7 @@ def reading(reader: Telemetry | None) -> dict[str, Any]:
 
 def idle_bytes(loaded: LoadedPlugins, device: Device) -> float:
     """Return the memory in use on a device without tensors, in bytes. It is 0 if the chip is unknown."""
-    chip, engine = loaded.find_chip(device.chip), first_engine("train")
+    chip, engine = loaded.find_chip(device.chip), first_engine()
     model = loaded.memory_model(NodeGroup(chip=chip, nodes=1, devices_per_node=1), engine) if chip else None
     return float(model.device_used_bytes(np.zeros(1))[0]) if model else 0.0
 

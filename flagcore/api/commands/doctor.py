@@ -131,7 +131,7 @@ def require_chip(spec: SpecLike) -> None:
     with loaded_plugins(()) as loaded:
         if loaded.vendor({name: str(value) for name, value in envs.items()}) or loaded.detection_failures():
             return  # the plan itself names the failures
-        found, engine = {device.chip for device in loaded.devices()}, plugins.first_engine("train")
+        found, engine = {device.chip for device in loaded.devices()}, plugins.first_engine()
         chips = [chip for name in sorted(found) if (chip := loaded.find_chip(name))]
         own = [chip.name for chip in chips if loaded.engine_support(chip, engine).shared_devices]
     if len(own) == len(found):

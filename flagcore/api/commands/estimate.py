@@ -21,7 +21,7 @@ from flagcore.domain.metrics import PER_DEVICE
 from flagcore.domain.prediction import Predictions, idle_of
 from flagcore.domain.records import model_table, prediction_record
 from flagcore.domain.space import IntArray, Space
-from flagcore.domain.spec import AUTO, Spec, Task, TrainSpec, pareto
+from flagcore.domain.spec import AUTO, Spec, Task, pareto
 from flagcore.errors import FlagError, NothingFits
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
@@ -211,8 +211,7 @@ def _assumed(task: Task) -> Mapping[str, Any]:
     """Return the implementation, the settings and the depths of multi-token prediction that a plan assumes, if any."""
     work = task.spec.work
     found = {"implementation": task.spec.train.implementation, **work.assumed} if work.assumed else {}
-    is_assumed = isinstance(work, TrainSpec) and work.untrained_depths is not None
-    return {**found, DEPTHS: task.spec.model.mtp_num_layers} if is_assumed else found
+    return {**found, DEPTHS: task.spec.model.mtp_num_layers} if work.untrained_depths is not None else found
 
 
 def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
