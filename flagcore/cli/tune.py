@@ -69,8 +69,7 @@ def tune_command(
     action=auto_tune). Keys that are dropped, or have another meaning here, are reported.
     """
     from flagcore.cli.progress import progress
-    from flagcore.report.formats import fitted, table_columns
-    from flagcore.report.text import candidate_columns
+    from flagcore.report.formats import fitted
 
     if spec is None:
         raise click.UsageError(_("Missing argument") + " 'SPEC'.")
@@ -90,6 +89,16 @@ def tune_command(
         command = shlex.join(["flag", *(word for word in click.get_current_context().obj if word != "--new")])
         error.args = (_("{error}; resume with `{command}`", error=error, command=command),)
         raise
+    _show_outcome(outcome, form)
+    _print_next_steps(outcome.run_dir, outcome.reported, outcome.can_start)
+    if outcome.run_best:
+        api.run_best(outcome.run_dir, stdout=2, on_ready=_ready)
+
+
+def _show_outcome(outcome: api.Outcome, form: str) -> None:
+    from flagcore.report.formats import table_columns
+    from flagcore.report.text import candidate_columns
+
     if form == "table":
         options.show(str(outcome))
     elif form == "json":
@@ -99,9 +108,6 @@ def tune_command(
         figures = "trials_serving" if any((each["measured"] or {}).get("figures") for each in trials) else "trials"
         columns = {"trial": "number", **candidate_columns(trials, outcome.plan.knobs), **table_columns(figures)}
         options.show_records([outcome.data] if form == "yaml" else trials, form, columns)
-    _print_next_steps(outcome.run_dir, outcome.reported, outcome.can_start)
-    if outcome.run_best:
-        api.run_best(outcome.run_dir, stdout=2, on_ready=_ready)
 
 
 def _show_dry_run(spec: Any, form: str, given: dict[str, Any]) -> None:

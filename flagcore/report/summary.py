@@ -324,6 +324,12 @@ def _engines(run: RunData) -> Table:
     return table(_("Tuned engines"), [_("engine"), run.unit, _("stopped")], rows)
 
 
+def _second_best(run: RunData, best: Trial) -> Trial | None:
+    """Return the fastest measured trial of another candidate than the best, or None if there is none."""
+    others = [each for each in run.trials if each.candidate != best.candidate and run.median_s(each)]
+    return min(others, key=lambda each: run.median_s(each) or 0.0, default=None)
+
+
 def why(run: RunData) -> str:
     """Return why the best is faster than the baseline, or than the second-best if it is the baseline itself.
 
@@ -333,10 +339,8 @@ def why(run: RunData) -> str:
     if best is None or not run.trials:
         return ""
     if other is None or other.candidate == best.candidate:
-        other_trials = [each for each in run.trials if each.candidate != best.candidate and run.median_s(each)]
-        if not other_trials:
+        if (other := _second_best(run, best)) is None:
             return ""
-        other = min(other_trials, key=lambda each: run.median_s(each) or 0.0)
         name = _("the second-best (trial {number})", number=other.number)
     times = (run.median_s(other), run.median_s(best))
     if times[0] is None or times[1] is None or (run.fidelity == ESTIMATE and run.speedup is None):

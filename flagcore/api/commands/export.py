@@ -73,9 +73,9 @@ def export(
         try:
             files, missing = files_of(target)
         except UsageError as error:
-            accepted = ", ".join(each for each in exporters if each != target and _is_accepted(files_of, each))
-            known = _("targets that accept this job: {known}", known=accepted) if accepted else ""
-            raise UsageError("; ".join(filter(None, [str(error), known]))) from None
+            accepted = [each for each in exporters if each != target and _is_accepted(files_of, each)]
+            known = [_("targets that accept this job: {known}", known=", ".join(accepted))] if accepted else []
+            raise UsageError("; ".join([str(error), *known])) from None
         for file, text in files.items():
             (draft / file).parent.mkdir(exist_ok=True)
             (draft / file).write_text(text, "utf-8", errors="surrogateescape")
