@@ -4,7 +4,7 @@ The cluster consists of identical nodes, or of groups of nodes with different ch
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -132,11 +132,16 @@ def _problem(name: str, pairs: Sequence[str], options: dict[str, str], before: S
     slots = options.get("slots", "1")
     if not re.fullmatch("[0-9]{1,7}", slots) or not 1 <= int(slots) <= MAX_DEVICES:
         return f"must give slots from 1 to {MAX_DEVICES}"
+    return _difference(options, before)
+
+
+def _difference(options: Mapping[str, str], before: Sequence[HostLine]) -> str:
+    """Return how a valid line of a host file contradicts those above it, or an empty string."""
     for key, has in (("slots", [line.slots is not None for line in before]), ("type", [bool(x.kind) for x in before])):
         if has and (key in options) != has[0]:
             return f"must have {key} if the other hosts have it, and only then"
     same_kind = [line for line in before if line.kind == options.get("type", "")]
-    if same_kind and "slots" in options and same_kind[0].slots != int(slots):
+    if same_kind and "slots" in options and same_kind[0].slots != int(options["slots"]):
         return UNEQUAL
     return ""
 

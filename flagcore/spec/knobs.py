@@ -228,17 +228,9 @@ def value_type(knob: Knob) -> Any:
     on the chip, so the type includes any boolean, integer, string or null."""
     if knob.effects:
         return bool | int | str | None
-    number: Any = Annotated[int, Field(ge=-1 if knob.minimum is None else knob.minimum, le=knob.maximum or 2**31)]
     words: Any = (*knob.words, *knob.spellings)
-    if knob.kind == "int":
-        return number | Literal[words] if words else number
-    if knob.kind == "ints":
-        return Annotated[list[number], Field(min_length=1)]
-    if knob.kind == "number":
-        low: Any = {"ge": knob.minimum} if knob.exclusive_minimum is None else {"gt": knob.exclusive_minimum}
-        return Annotated[float, Field(**low, le=knob.maximum)]
-    if knob.kind == "share":
-        return Annotated[float, Field(gt=0, le=1)] | Annotated[str, Field(pattern=_SHARE, examples=["0.9"])]
+    if knob.kind in ("int", "ints", "number", "share"):
+        return _number_type(knob, words)
     if knob.kind == "words":
         return _word_list(Literal[knob.words or ("",)], knob)
     if knob.kind == "word" and words:
@@ -247,6 +239,19 @@ def value_type(knob: Knob) -> Any:
     if knob.kind == "flag":
         return bool
     return Annotated[str, Field(min_length=1, max_length=200 if knob.kind == "word" else int(knob.maximum or 4096))]
+
+
+def _number_type(knob: Knob, words: Any) -> Any:
+    """Return the type of the values of a numeric knob. `words`: those that stand for an integer."""
+    if knob.kind == "share":
+        return Annotated[float, Field(gt=0, le=1)] | Annotated[str, Field(pattern=_SHARE, examples=["0.9"])]
+    if knob.kind == "number":
+        low: Any = {"ge": knob.minimum} if knob.exclusive_minimum is None else {"gt": knob.exclusive_minimum}
+        return Annotated[float, Field(**low, le=knob.maximum)]
+    number: Any = Annotated[int, Field(ge=-1 if knob.minimum is None else knob.minimum, le=knob.maximum or 2**31)]
+    if knob.kind == "ints":
+        return Annotated[list[number], Field(min_length=1)]
+    return number | Literal[words] if words else number
 
 
 _SHARE = r"^(0?\.[0-9]{1,9}|1(\.0{1,9})?)$"

@@ -371,14 +371,19 @@ def _hint_of_text(value: str, options: list[Schema]) -> str:
         return _("write {value} without quotes", value=value)
     if low in (*YES, *NO) and "boolean" in types:
         return _("write {value} without quotes", value=YES[0] if low in YES else NO[0])
-    units = [unit for option in options for unit in option.get("units", ())]
-    if units and (amount := re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z/]+)", value)):
-        close_units = [unit for unit in units if unit.lower() == amount[2].lower()]
-        text = _("use a unit of {units}", units=", ".join(units))
-        return _(DID_YOU_MEAN, name=amount[1] + close_units[0]) if close_units else text
+    if hint := _hint_of_unit(value, [unit for option in options for unit in option.get("units", ())]):
+        return hint
     words = [word for option in options for word in option.get("enum", [option.get("const")]) if word]
     close = difflib.get_close_matches(value[:64].lower(), words, n=1)
     return _(DID_YOU_MEAN, name=close[0]) if close else ""
+
+
+def _hint_of_unit(value: str, units: list[str]) -> str:
+    amount = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z/]+)", value)
+    if not units or amount is None:
+        return ""
+    close = [unit for unit in units if unit.lower() == amount[2].lower()]
+    return _(DID_YOU_MEAN, name=amount[1] + close[0]) if close else _("use a unit of {units}", units=", ".join(units))
 
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$")]

@@ -77,12 +77,17 @@ def export(
             known = [_("targets that accept this job: {known}", known=", ".join(accepted))] if accepted else []
             raise UsageError("; ".join([str(error), *known])) from None
         for file, text in files.items():
-            (draft / file).parent.mkdir(exist_ok=True)
-            (draft / file).write_text(text, "utf-8", errors="surrogateescape")
-            (draft / file).chmod(0o755 if text.startswith("#!") else 0o644)
+            _write(draft / file, text)
     text = N_("the job trains on generated data until you replace the sample arguments; add {missing}")
     notes = (_(text, missing=missing),) if missing else ()
     return Exported(files=tuple(sorted(each for each in folder.rglob("*") if each.is_file())), notes=notes)
+
+
+def _write(file: Path, text: str) -> None:
+    """Write an exported file. A script can be executed."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text, "utf-8", errors="surrogateescape")
+    file.chmod(0o755 if text.startswith("#!") else 0o644)
 
 
 @contextmanager
