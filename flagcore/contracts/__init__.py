@@ -6,7 +6,6 @@ implementation need not inherit from them.
 
 from flagcore.contracts.engine import Engine, HostSetup, Platform, Probes, commands_of, probes_of, unsupported
 from flagcore.contracts.exchange import (
-    CommandReader,
     Exporter,
     ExportJob,
     FindCandidate,
@@ -36,7 +35,6 @@ __all__ = [
     "Bounds",
     "Choice",
     "CollectiveCosts",
-    "CommandReader",
     "Commands",
     "Costs",
     "Engine",

@@ -1,8 +1,8 @@
 """Importers and exporters.
 
 An importer converts files of another tuner to a spec or to trials. Importers are registered in the entry point group
-`flagcore.importers`. A reader of commands converts what starts an engine; it is registered in `flagcore.readers`. An
-exporter writes files that start a candidate. A page writer shows a run, and is registered in `flagcore.pages`.
+`flagcore.importers`. An exporter writes files that start a candidate. A page writer shows a run, and is registered in
+`flagcore.pages`.
 """
 
 import os
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from flagcore.contracts.engine import Platform
-from flagcore.contracts.parts import Commands
 from flagcore.domain.chip import Chip
 from flagcore.domain.launch import Launch, ServerGroups
 from flagcore.domain.space import Axis, Candidate, KnobValue
@@ -56,25 +55,6 @@ class Importer(Protocol):
         """Return the configuration `name` in `directory`. Raises SpecError.
 
         `overrides`: changes of its keys, such as `a.b=c`. `chips`: a function that returns the chips of all plugins.
-        """
-
-
-class CommandReader(Protocol):
-    """Reads a command, or a file with one, that starts an engine."""
-
-    def read_command(
-        self,
-        engines: Mapping[str, Commands],
-        words: Sequence[str],
-        text: str,
-        model: str | None,
-        known: Callable[[], Sequence[str]],
-    ) -> ImportedSpec:
-        """Return the spec whose baseline is the command. Raises SpecError, UsageError.
-
-        `engines`: those that it may start. `words`: the command as one text or as several words, or the path of a file.
-        `text`: the content of the file in place of `words`. `model`: the path of the model if the command does not
-        contain it. `known`: returns the names of all engines whose commands can be read, for errors.
         """
 
 

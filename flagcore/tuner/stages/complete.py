@@ -239,9 +239,9 @@ def with_plugin_knobs(platform: Platform) -> Platform:
     named = {*(spec.baseline or {}), *spec.space}
     settings = [_compared_setting(task, knob) for knob in engine.knobs if knob.comparable and knob.name in named]
     chosen = (*settings, *(knob for knob in plugin_knobs if knob.name in named))
-    if not spec.work.takes_any_flag:
-        for name in named - engine_names - {knob.name for knob in chosen}:
-            raise _unknown_knob(task, name, plugin_knobs)
+    unknown = named - engine_names - {knob.name for knob in chosen}
+    if unknown and not spec.work.takes_any_flag:
+        raise _unknown_knob(task, next(iter(unknown)), plugin_knobs)
     for knob in chosen:
         _check_knob(spec, knob)
     searched = environment_of([effect for knob in chosen for effect in knob.effects.values()])
