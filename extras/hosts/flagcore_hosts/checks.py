@@ -29,6 +29,8 @@ from flagcore_hosts import rendezvous
 from flagcore_hosts.launching import HostsApart, HostTrials
 
 LOG = logging.getLogger("flagcore")
+REPORT = (sys.executable, "-m", "flagcore_hosts.report")
+"""The command that prints the report of the host on which it runs."""
 AT_ONCE = 512
 """Maximum number of hosts to check at the same time."""
 SECONDS = 120.0
@@ -89,7 +91,7 @@ def inspect_hosts(
     reports: list[HostReport] = []
     for start in range(0, len(hosts), AT_ONCE):
         with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder:
-            reports += _inspect(launcher, hosts[start : start + AT_ONCE], folder, (*check.report, *check.files))
+            reports += _inspect(launcher, hosts[start : start + AT_ONCE], folder, (*REPORT, *check.files))
     reports = [replace(report, kind=(kinds or {}).get(report.host, "")) for report in reports]
     if launcher.logs_in:
         reports = list(_without_aliases(reports))
