@@ -36,6 +36,8 @@ from flagcore.plugins import launcher
 from tests.launchers.processes import MARK, ended, marked, within
 from tests.product.tasks import SHAPE
 
+pytestmark = pytest.mark.spread
+
 CRDS = json.loads(gzip.decompress((Path(__file__).parent / "crds.json.gz").read_bytes()))
 TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "number": (int, float)}
 SPEC: dict[str, Any] = {
@@ -108,7 +110,6 @@ def written(tmp_path: Path, **changes: Any) -> Path:
     return file
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tune_has_one_pod_that_tunes_and_others_that_join(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -138,7 +139,6 @@ def codes_without_a_restart(kind: str, first: dict[str, Any]) -> list[int]:
     return list(range(1, 128)) if first["restartPolicy"] == "ExitCode" else []
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_job_obeys_the_rules_of_its_cluster(tmp_path: Path, kind: str) -> None:
     pods = {"tolerations": [{"key": "x", "operator": "Exists"}]}
@@ -160,7 +160,6 @@ def test_a_job_obeys_the_rules_of_its_cluster(tmp_path: Path, kind: str) -> None
     assert found(manifest, "ttlSecondsAfterFinished")
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_node_is_one_pod_without_a_secret(tmp_path: Path, kind: str) -> None:
     file = written(tmp_path, cluster={"chip": "cpu", "nodes": 1, "devices_per_node": 2})
@@ -169,7 +168,6 @@ def test_one_node_is_one_pod_without_a_secret(tmp_path: Path, kind: str) -> None
     assert (len(notes), found(manifest, "secretKeyRef")) == (1, [])  # the run is lost with the pod
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize(
     ("chip", "devices", "limits"),
     [
@@ -199,7 +197,6 @@ def test_pods_ask_for_the_devices_of_their_vendor(
     assert not any("--rdma" in note for note in notes)
 
 
-@pytest.mark.spread
 def test_a_bad_option_or_launcher_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--name"):
         api.manifest(written(tmp_path), kind="jobset", image="image:1", name="Not A Name")
@@ -216,7 +213,6 @@ def test_a_bad_option_or_launcher_is_refused(tmp_path: Path) -> None:
         api.manifest(written(tmp_path, auto_tuner={}), kind="jobset", image="image:1")
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("name", ["kubernetes", "ray"])
 def test_an_extra_that_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flagcore.plugins.entry_points.installed", lambda group: {})
@@ -224,13 +220,11 @@ def test_an_extra_that_is_not_installed_is_named(name: str, monkeypatch: pytest.
         launcher(name)
 
 
-@pytest.mark.spread
 def test_the_best_of_a_run_is_exported_instead(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="flag export"):
         api.manifest(tmp_path, kind="jobset", image="image:1")
 
 
-@pytest.mark.spread
 @pytest.mark.slow
 def test_scripts_find_the_network_devices_of_their_host() -> None:
     if reason := missing():
@@ -291,7 +285,6 @@ def launch(script: str, folder: Path, hosts: tuple[str, ...] = PODS) -> Launch:
 
 
 @pytest.mark.slow
-@pytest.mark.spread
 def test_trials_run_one_after_the_other_in_all_pods(join: Join, tmp_path: Path) -> None:
     pods = [join("pod-1"), join("pod-2")]
     assert LAUNCHER.hold(LAUNCHER.find_hosts(1)) == PODS
@@ -306,7 +299,6 @@ def test_trials_run_one_after_the_other_in_all_pods(join: Join, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.spread
 def test_trials_run_beside_each_other_in_a_pod(join: Join, tmp_path: Path) -> None:
     join("pod-1"), join("pod-2")
     pod = LAUNCHER.hold(PODS)[1:2]
@@ -316,7 +308,6 @@ def test_trials_run_beside_each_other_in_a_pod(join: Join, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.spread
 def test_the_devices_of_pods_are_read_beside_trials(join: Join, tmp_path: Path) -> None:
     join("pod-1"), join("pod-2")
     check = host_check((), None, compare=False)
@@ -328,7 +319,6 @@ def test_the_devices_of_pods_are_read_beside_trials(join: Join, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.spread
 def test_a_pod_that_is_killed_is_lost_and_joins_again(join: Join, tmp_path: Path) -> None:
     _, second = join("pod-1"), join("pod-2")
     trial = LAUNCHER.start(launch("sleep 60", tmp_path / "one", LAUNCHER.hold(PODS)))
@@ -345,7 +335,6 @@ def test_a_pod_that_is_killed_is_lost_and_joins_again(join: Join, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.spread
 def test_nothing_is_left_when_the_controller_is_killed(join: Join, tmp_path: Path) -> None:
     pods = {join("pod-1").pid, join("pod-2").pid}
     with subprocess.Popen([sys.executable, "-c", TUNER, str(tmp_path / "trial")], stdout=subprocess.PIPE) as tuner:
@@ -358,7 +347,6 @@ def test_nothing_is_left_when_the_controller_is_killed(join: Join, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.spread
 @pytest.mark.parametrize("key", [b"another secret, as long", None])
 def test_a_pod_without_the_secret_is_refused(join: Join, key: bytes | None) -> None:
     hub = Hub("kubernetes", "flagcore_kubernetes.hub")
@@ -374,7 +362,6 @@ def test_a_pod_without_the_secret_is_refused(join: Join, key: bytes | None) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.spread
 def test_a_job_without_a_secret_is_refused(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN, "short")
     with pytest.raises(NoDevice, match=TOKEN):
@@ -386,7 +373,6 @@ def test_a_job_without_a_secret_is_refused(join: Join, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-@pytest.mark.spread
 def test_pods_that_do_not_join_are_named(join: Join) -> None:
     hub = Hub("kubernetes", "flagcore_kubernetes.hub")
     with pytest.raises(NoDevice, match="pod-2"):

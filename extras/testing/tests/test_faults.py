@@ -1,13 +1,10 @@
-"""Each check is run on a plugin with a fault that it must find. The values of `flag plugins new`, and the toy
-engine."""
+"""Each check is run on a plugin with a fault that it must find."""
 
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_testing import fakes
 from flagcore_testing.checks import CHECKS, module, telemetry
 from flagcore_testing.checks.chips import architectures_are_alike, links_of_one_name_agree
 from flagcore_testing.checks.costs import corrections_are_of_measured_kernels
@@ -15,16 +12,13 @@ from flagcore_testing.checks.engines import entries_apply_somewhere
 from flagcore_testing.checks.packaging import project_is_built_and_named as is_named
 from flagcore_testing.checks.telemetry import telemetry_is_of_the_right_field
 from flagcore_testing.kit import run
-from flagcore_testing.scaffold import new_plugin
-from flagcore_testing.toy import ENGINE
-from flagcore_vendorkit.machine import TorchReport
 
 from extras.testing.tests.faults import FAULTS
 from extras.testing.tests.faulty import CHIP, ENVIRONMENT, PYPROJECT, Fault, broken, edit, healthy, imported
 from flagcore.domain.chip import Device
-from flagcore.domain.launch import Exit, classify
-from flagcore.domain.trial import TrialState
-from tests import tasks
+
+pytestmark = pytest.mark.spread
+
 
 WITHOUT_FAULT = {
     "corrections_are_of_measured_kernels",
@@ -72,7 +66,6 @@ def acme(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return healthy(tmp_path_factory.mktemp("healthy"))
 
 
-@pytest.mark.spread
 @pytest.mark.slow
 def test_a_valid_plugin_passes_all_checks(acme: Path) -> None:
     with imported(acme) as plugin:
@@ -97,7 +90,6 @@ def by_time(faults: Sequence[Fault]) -> Iterator[Any]:
         seen.add(fault.check)
 
 
-@pytest.mark.spread
 @pytest.mark.parametrize("fault", [*by_time(FAULTS)])
 def test_a_fault_fails_its_check(tmp_path: Path, acme: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -110,7 +102,6 @@ def test_a_fault_fails_its_check(tmp_path: Path, acme: Path, fault: Fault, monke
     assert ".py:" in result.message or ":" in result.places or fault.check in WITHOUT_LINE
 
 
-@pytest.mark.spread
 @pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.check)
 def test_a_fault_fails_only_its_check(
@@ -125,7 +116,6 @@ def test_a_fault_fails_only_its_check(
         assert failed_checks == {fault.check, *fault.also}
 
 
-@pytest.mark.spread
 def test_valid_variants_pass(tmp_path: Path, acme: Path) -> None:
     limit = "  - {name: ACME_LIMIT, value: '1', versions: '>=2.1.0.3,<2.1.0.5', meaning: a limit, source: *made_up}\n"
     folder = broken(tmp_path, acme, Fault("", ENVIRONMENT, "", limit, ""))
@@ -138,7 +128,6 @@ def test_valid_variants_pass(tmp_path: Path, acme: Path) -> None:
     assert {result.state for result in results} == {"passed"}
 
 
-@pytest.mark.spread
 def test_corrections_are_of_kernels_that_were_measured(tmp_path: Path, acme: Path) -> None:
     fault = Fault("", "flagcore_acme/costs/a1/kernels.jsonl", "", '{"kernel": "launch", "us": 7}\n', "")
     folder = broken(tmp_path, acme, fault)
@@ -150,7 +139,6 @@ def test_corrections_are_of_kernels_that_were_measured(tmp_path: Path, acme: Pat
     assert "host_us has gem" in result.message
 
 
-@pytest.mark.spread
 def test_links_of_one_name_agree(tmp_path: Path, acme: Path) -> None:
     folder = broken(tmp_path, acme, Fault("", "flagcore_acme/chips/b1.yaml", "", " ", ""))
     chip = (folder / "flagcore_acme/chips/a1.yaml").read_text().replace('"A1"', "%s").replace('["ACME A1"]', "[]")
@@ -162,7 +150,6 @@ def test_links_of_one_name_agree(tmp_path: Path, acme: Path) -> None:
     assert "B2: link.bytes_per_second = 4e+11" in result.message
 
 
-@pytest.mark.spread
 def test_the_temperature_of_the_memory_is_not_that_of_the_device(acme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = '{"Temperature (Sensor junction) (C)": "36.0", "Temperature (Sensor memory) (C)": "31.0"}'
     with imported(acme) as plugin:
@@ -172,57 +159,5 @@ def test_the_temperature_of_the_memory_is_not_that_of_the_device(acme: Path, mon
             assert run(telemetry_is_of_the_right_field, plugin).state == state
 
 
-@pytest.mark.spread
 def test_every_check_has_a_fault() -> None:
     assert {check.__name__ for check in CHECKS} - {fault.check for fault in FAULTS} == WITHOUT_FAULT
-
-
-@pytest.mark.parametrize(
-    ("device", "trusted"), [("cuda", {"version": "2.10.0+acme"}), ("tpx", {"attributes": {"tpx"}})]
-)
-def test_a_new_plugin_has_the_given_values(tmp_path: Path, device: str, trusted: dict[str, object]) -> None:
-    folder = new_plugin(
-        "acme",
-        chips=("A1", "777"),
-        tool="ac-gmi info",
-        visible="AC_RT_VISIBLE",
-        torch_device=device,
-        backend="accl",
-        preload=("torch_tpx",),
-        directory=str(tmp_path),
-    )
-    report: dict[str, object] = {"version": "2.10.0", "attributes": frozenset(), "devices": ()}
-    table = (folder / "tests/smi/ac-gmi-1.txt").read_text()
-    with imported(folder) as plugin:
-        assert {chip.name for chip in plugin.chips} == {"A1", "777"}
-        for kind in ("megatron", "vllm"):
-            support = plugin.loaded.engine_support(plugin.chips[0], kind)
-            assert (support.device_type, support.distributed_backend) == (device, "accl")
-            assert (support.visible_devices, support.preload) == (("AC_RT_VISIBLE",), ("torch_tpx",))
-        detector = plugin.hooks.detector  # type: ignore[attr-defined]
-        assert (detector.tool, detector.torch_device) == ("ac-gmi", device)
-        assert not detector.trusts(TorchReport(**report))  # type: ignore[arg-type]
-        assert detector.trusts(TorchReport(**{**report, **trusted}))  # type: ignore[arg-type]
-        tools = {"ac-gmi": f'[ "$1" = info ] || exit 1\n{fakes.prints(table)}'}
-        assert [each.chip for each in fakes.devices(plugin, tools, AC_RT_VISIBLE="1")] == ["Acme A1"]
-
-
-@pytest.mark.parametrize(
-    ("does", "where", "state"),
-    [
-        ("crash", "1x1", TrialState.FAILED),
-        ("invalid", "", TrialState.INVALID),
-        ("oom", "", TrialState.OUT_OF_MEMORY),
-        ("crash", "2x1", None),
-    ],
-)
-def test_a_trial_fails_as_its_settings_say(does: str, where: str, state: TrialState | None, tmp_path: Path) -> None:
-    task, candidate = tasks.task(settings={"does": does, "where": where}), tasks.candidate(data_parallel_size=4)
-    launch = ENGINE.launch(tasks.platform(task), candidate, str(tmp_path))
-    done = subprocess.run(launch.argv, capture_output=True, timeout=60)
-    if state is None:
-        measured = ENGINE.read(task, candidate, str(tmp_path))
-        assert (len(measured.step_times_s), measured.effective["global_batch_size"]) == (4, 8)
-    else:
-        end = Exit(code=done.returncode, ended_by=None, duration_s=1.0)
-        assert classify(end, done.stderr.decode(), ENGINE.failures)[0] is state

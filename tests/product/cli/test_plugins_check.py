@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from flagcore import api
-from tests.cli.test_flag import imported
+from tests.cli.test_tune import imported
 from tests.plugins.conftest import Install
 from tests.plugins.conftest import install as install
 from tests.product.cli.conftest import Answer, Flag, Project, Ran

@@ -21,9 +21,9 @@ from tests.checks import books_balance
 from tests.launchers.processes import within
 from tests.product.cli.conftest import SERVER, Flag, Project, Ran
 
+pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
-@pytest.mark.slow
-@pytest.mark.spread
+
 def test_the_best_can_be_rerun_reread_and_reestimated(flag: Flag, project: Project) -> None:
     model = project.folder / "model"
     model.mkdir()
@@ -43,8 +43,6 @@ def test_the_best_can_be_rerun_reread_and_reestimated(flag: Flag, project: Proje
     assert "measured" in explanation.out
 
 
-@pytest.mark.slow
-@pytest.mark.spread
 def test_the_best_is_started_at_the_end_if_the_spec_requests_it(flag: Flag, project: Project) -> None:
     spec = project.spec(control={"run_best": True, "max_trials": 2})
     completed = project.run("tune", spec, "--run-dir", str(project.run_dir), "--json").worked()
@@ -52,8 +50,6 @@ def test_the_best_is_started_at_the_end_if_the_spec_requests_it(flag: Flag, proj
     assert "elapsed time per iteration" in completed.err
 
 
-@pytest.mark.slow
-@pytest.mark.spread
 def test_without_a_megatron_there_is_no_way_to_run_its_trial_program(project: Project) -> None:
     (project.folder / "torch.py").write_text("raise ImportError")
     spec = project.spec(train={"command": None})
@@ -71,8 +67,6 @@ def tune(flag: Flag, project: Project, **arguments: Any) -> Ran:
     return flag("tune", project.served(**arguments), "--run-dir", str(project.run_dir))
 
 
-@pytest.mark.slow
-@pytest.mark.spread
 def test_if_no_configuration_meets_the_slo_the_nearest_is_named(flag: Flag, project: Project) -> None:
     only = {"parallel": 4}
     tune(flag, project, serve={"slo": {"ttft_s": {"p99": 0.05}}}, space=only, baseline=only).refused(
@@ -80,8 +74,6 @@ def test_if_no_configuration_meets_the_slo_the_nearest_is_named(flag: Flag, proj
     )
 
 
-@pytest.mark.slow
-@pytest.mark.spread
 def test_the_fastest_that_keeps_the_slo_wins_and_the_cost_of_the_slo_is_reported(flag: Flag, project: Project) -> None:
     completed = tune(flag, project, serve={"slo": {"ttft_s": {"p99": 0.6}}}).worked()
     result = project.result()
@@ -93,8 +85,6 @@ def test_the_fastest_that_keeps_the_slo_wins_and_the_cost_of_the_slo_is_reported
     assert measured[4]["figures"]["goodput_requests_per_s"] == 0.0
 
 
-@pytest.mark.slow
-@pytest.mark.spread
 def test_a_killed_run_leaves_no_process_and_resumes_to_the_fastest_with_its_start_script(
     flag: Flag, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,7 +159,6 @@ def ready_line(process: subprocess.Popen[bytes]) -> str:
     return process.stderr.readline().decode().strip()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 130)])
 def test_servers_are_reported_when_they_are_ready_and_end_with_the_command(
     run: tuple[Path, int], number: signal.Signals, code: int
@@ -183,14 +172,12 @@ def test_servers_are_reported_when_they_are_ready_and_end_with_the_command(
     assert within(20, lambda: not left(folder))
 
 
-@pytest.mark.slow
 def test_a_server_that_ends_ends_the_command_with_its_status(run: tuple[Path, int]) -> None:
     folder, _ = run
     (folder / "server.py").write_text("raise SystemExit(7)")
     assert started(folder).wait(30) == 7
 
 
-@pytest.mark.slow
 def test_a_port_in_use_is_reported_and_its_owner_is_not_mistaken_for_the_server(run: tuple[Path, int]) -> None:
     folder, port = run
     with socket.create_server(("127.0.0.1", port)):
@@ -201,7 +188,6 @@ def test_a_port_in_use_is_reported_and_its_owner_is_not_mistaken_for_the_server(
     assert not left(folder)
 
 
-@pytest.mark.slow
 def test_another_port_is_that_of_the_server(run: tuple[Path, int]) -> None:
     folder, other = run[0], str(free_port())
     process = started(folder, "--port", other)

@@ -27,6 +27,8 @@ from flagcore.domain.trial import Measurement, Role, TimeLimit, Trial, TrialStat
 from flagcore.launchers.local import LAUNCHER
 from flagcore.tuner.stages.launch import launch
 
+pytestmark = pytest.mark.spread
+
 WRONG = {
     "dies": (TrialState.FAILED, "exit code 3; its log: RuntimeError: the engine exploded"),
     "slow": (TrialState.TIMED_OUT, ": no token arrived"),
@@ -64,7 +66,6 @@ SHORT = ("dies", "never_healthy", "refuses", "out_of_memory", "garbage", "stale"
 
 
 @pytest.mark.slow
-@pytest.mark.spread
 @pytest.mark.parametrize(
     "behaviour", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in WRONG]
 )
@@ -87,7 +88,6 @@ def test_a_failed_trial_has_its_class_its_reason_and_no_figures(behaviour: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.spread
 def test_a_load_that_does_not_end_in_time_is_measured_in_part(tmp_path: Path) -> None:
     load = Load(input_len=16, output_len=8, num_prompts=4000, concurrency=4)  # 40 requests per second at most
     for seconds in (4.0, 16.0):  # a slow machine needs longer
@@ -102,7 +102,6 @@ def test_a_load_that_does_not_end_in_time_is_measured_in_part(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.spread
 def test_a_server_that_floods_its_log_and_resets_its_counters_is_measured(tmp_path: Path) -> None:
     done = trials.run_here(trials.platform(tmp_path, "talks"), tmp_path)
     assert done.measurement is not None, done.reason
@@ -110,7 +109,6 @@ def test_a_server_that_floods_its_log_and_resets_its_counters_is_measured(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.spread
 def test_a_server_whose_port_was_taken_is_started_on_another_one(tmp_path: Path) -> None:
     done = trials.run(trials.platform(tmp_path, "port_taken"), tmp_path)
     assert done.state is TrialState.MEASURED, done.reason
@@ -133,7 +131,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.spread
 def test_prompts_are_unique_and_the_same_for_each_candidate(measured: list[Path]) -> None:
     first, second = ([tuple(each["prompt"]) for each in trials.requests_sent(folder)] for folder in measured)
     assert len(set(first)) == len(first) > 2 * 2 * 8
@@ -141,7 +138,6 @@ def test_prompts_are_unique_and_the_same_for_each_candidate(measured: list[Path]
 
 
 @pytest.mark.slow
-@pytest.mark.spread
 def test_tokens_are_counted_by_the_server_not_by_pieces(measured: list[Path]) -> None:
     points = json.loads((trials.trial_folder(measured[0]) / METRICS).read_text())["points"]
     for repeat in (repeat for point in points for repeat in point["repeats"]):  # two tokens in a piece
@@ -150,7 +146,6 @@ def test_tokens_are_counted_by_the_server_not_by_pieces(measured: list[Path]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.spread
 def test_requests_go_to_all_instances_each_on_separate_cores(measured: list[Path]) -> None:
     first, second = trials.servers(measured[0])
     if PINS:
@@ -160,14 +155,12 @@ def test_requests_go_to_all_instances_each_on_separate_cores(measured: list[Path
 
 
 @pytest.mark.slow
-@pytest.mark.spread
 def test_user_variables_override_engine_variables(measured: list[Path]) -> None:
     counts = [{server["GOMP_SPINCOUNT"] for server in trials.servers(folder)} for folder in measured]
     assert counts == [{"10000"}, {"1"}]
 
 
 @pytest.mark.slow
-@pytest.mark.spread
 def test_a_server_is_stopped_with_all_its_processes(tmp_path: Path) -> None:
     done = trials.run(trials.platform(tmp_path, "has_children"), tmp_path)
     assert done.state is TrialState.MEASURED, done.reason
@@ -175,7 +168,6 @@ def test_a_server_is_stopped_with_all_its_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.spread
 def test_a_trial_program_that_is_killed_leaves_no_process_and_no_port(tmp_path: Path) -> None:
     platform = trials.platform(tmp_path, "slow")
     candidate, folder = trials.candidate(platform, instances=2), str(trials.trial_folder(tmp_path))
@@ -188,7 +180,6 @@ def test_a_trial_program_that_is_killed_leaves_no_process_and_no_port(tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.spread
 @pytest.mark.parametrize("key", ["request_rate", pytest.param("concurrency", marks=pytest.mark.long)])
 def test_the_highest_load_that_keeps_the_slo_is_found_in_one_launch(key: str, tmp_path: Path) -> None:
     base = Load(input_len=16, output_len=8, num_prompts=24).at(key, 1000)
@@ -207,7 +198,6 @@ def test_the_highest_load_that_keeps_the_slo_is_found_in_one_launch(key: str, tm
 
 
 @pytest.mark.slow
-@pytest.mark.spread
 @pytest.mark.parametrize(("faster", "state"), [(10.0, TrialState.STOPPED), (0.1, TrialState.MEASURED)])
 def test_a_load_that_is_much_slower_than_the_best_is_stopped(faster: float, state: TrialState, tmp_path: Path) -> None:
     load = Load(input_len=16, output_len=8, num_prompts=96, concurrency=4)

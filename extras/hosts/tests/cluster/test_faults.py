@@ -18,6 +18,8 @@ from flagcore.launchers import guard
 from tests.checks import books_balance, check_kept_once
 from tests.product.cli.conftest import BEST, FLAG
 
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
 CLEAN_SECONDS = 15.0
 """From the return of a host to the end of the last orphaned process."""
 TUNES = int(os.environ.get("FLAGCORE_FAULTS", "12"))
@@ -115,8 +117,6 @@ def all_clean(bed: Bed, seconds: float = CLEAN_SECONDS, *, everything: bool = Fa
         time.sleep(0.2)
 
 
-@pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", range(TUNES))
 def test_faults_at_random_moments(number: int, project: Project) -> None:
@@ -157,8 +157,6 @@ TRAINING = "--train-iters 6 --lr-warmup-iters 1 --bf16 --clip-grad 1.0 --log-int
 CANDIDATES, ITERATIONS = 3, 6
 
 
-@pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @needs_megatron_lm
 @pytest.mark.parametrize(

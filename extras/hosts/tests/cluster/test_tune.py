@@ -20,8 +20,9 @@ from tests.checks import books_balance, check_kept_once
 from tests.product.cli.conftest import BEST
 from tests.product.tasks import SHAPE
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.long
 def test_without_a_spare_the_search_continues_on_the_hosts_that_are_left(project: Project) -> None:
     bed = project.bed
@@ -41,7 +42,6 @@ def test_without_a_spare_the_search_continues_on_the_hosts_that_are_left(project
     check_kept_once(project.run_dir, result)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("loss", ["node", "tune"])
 def test_a_tune_goes_on_in_another_allocation_of_slurm(loss: str, project: Project) -> None:
@@ -68,7 +68,6 @@ def test_a_tune_goes_on_in_another_allocation_of_slurm(loss: str, project: Proje
     check_kept_once(project.run_dir, result)
 
 
-@pytest.mark.slow
 def test_secrets_stay_secret_and_agents_listen_on_no_port(project: Project) -> None:
     bed = project.bed
     before = {host: bed.listening(host) for host in bed.names}
@@ -108,7 +107,6 @@ def shows_secret(folder: Path) -> list[Path]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_search_without_its_host_for_longer_than_it_waits_ends_with_an_error_and_is_resumed(project: Project) -> None:
@@ -138,7 +136,6 @@ MIXED = {"nodes": 1, "devices_per_node": 2, "nic_bytes_per_second": 1e10}
 OWN = ["torchrun", "--nproc-per-node", "2", "train.py", "{flags}"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "work"),
     [
@@ -168,7 +165,6 @@ def test_sbatch_accepts_an_exported_script(bed: Bed, nodes: int, work: dict[str,
     assert "to start at" in bed.run("h0", "sh", "-c", f"sbatch --test-only {file} 2>&1")
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_an_exported_server_starts_on_all_nodes_of_a_job(bed: Bed, tmp_path: Path) -> None:
     if reason := missing("sbatch", *SLURM):
@@ -205,7 +201,6 @@ print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"])
 """torchrun sets these variables when the nodes have found each other."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [("srun", "--nodes=2"), pytest.param(("sbatch", "--wait", "--output=out"), marks=pytest.mark.long)]
 )
