@@ -28,7 +28,7 @@ from flagcore.domain.launch import PORT
 from flagcore.domain.space import Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from flagcore.i18n import Message
+from flagcore.i18n import N_
 from flagcore_servers.untested import UNTESTED, longest_prompt, pairs, prefill_tokens, whole_prompts
 
 BATCH, TOKENS, BLOCK, MEMORY = "max_batch_size", "max_prefill_tokens", "cache_block_size", "npu_mem_size"
@@ -62,8 +62,6 @@ class MindieProgram(Program):
 
 
 PROGRAM = MindieProgram.read(__package__)
-NAMES = {"EP": EP, "TP": TP, "DP": DP, "BATCH": BATCH}
-"""The names of knobs in messages of rules, by their fields."""
 
 
 def _share(task: Task) -> float:
@@ -146,13 +144,12 @@ class MindIE(ServingEngine):
         return (
             *rules.split_rules(task, attention_and_experts=True, pipeline=False),
             *rules.forbidden(task, PROGRAM),
-            Rule(
-                name="expert_parallel",
-                knobs=(TP, DP, EP),
-                message=Message("{EP} must divide {TP} x {DP}, and the {experts} experts", **NAMES, experts=experts),
-                broken=lambda c: (
-                    (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | (experts % c[EP].clip(1) != 0))
-                ),
+            rules.rule(
+                "expert_parallel",
+                (TP, DP, EP),
+                N_("{EP} must divide {TP} x {DP}, and the {experts} experts"),
+                lambda c: (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | (experts % c[EP].clip(1) != 0)),
+                experts=experts,
             ),
             whole_prompts(task, TOKENS),
             *rules.speculation_rules(task, PROGRAM, (), "", "mtp"),

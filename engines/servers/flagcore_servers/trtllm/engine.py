@@ -26,7 +26,7 @@ from flagcore.domain.launch import PORT
 from flagcore.domain.space import Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from flagcore.i18n import Message
+from flagcore.i18n import N_
 from flagcore_servers.untested import UNTESTED, pairs, prefill_tokens, whole_prompts
 
 BATCH, TOKENS, BLOCK = "max_batch_size", "max_num_tokens", "tokens_per_block"
@@ -81,8 +81,6 @@ class TrtllmProgram(Program):
 
 
 PROGRAM = TrtllmProgram.read(__package__, {"cache_types": knobs.if_fp8("auto", "fp8")})
-NAMES = {"DP": DP, "EP": EP, "TP": TP}
-"""The names of knobs in messages of rules, by their fields."""
 
 
 def _spelled(words: tuple[str, ...]) -> Iterator[str]:
@@ -154,19 +152,18 @@ class TensorRtLlm(ServingEngine):
         return (
             *rules.split_rules(task, attention_and_experts=True),
             *rules.forbidden(task, PROGRAM),
-            Rule(
-                name="attention_dp",
-                knobs=(TP, DP),
-                message=Message("{TP} must be 1 with {DP} > 1: enable_attention_dp makes each rank a group", **NAMES),
-                broken=lambda c: (c[DP] > 1) & (c[TP] > 1),
+            rules.rule(
+                "attention_dp",
+                (TP, DP),
+                N_("{TP} must be 1 with {DP} > 1: enable_attention_dp makes each rank a group"),
+                lambda c: (c[DP] > 1) & (c[TP] > 1),
             ),
-            Rule(
-                name="expert_parallel",
-                knobs=(TP, DP, EP),
-                message=Message("{EP} must divide {TP} x {DP}, and the {experts} experts", **NAMES, experts=experts),
-                broken=lambda c: (
-                    (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | (experts % c[EP].clip(1) != 0))
-                ),
+            rules.rule(
+                "expert_parallel",
+                (TP, DP, EP),
+                N_("{EP} must divide {TP} x {DP}, and the {experts} experts"),
+                lambda c: (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | (experts % c[EP].clip(1) != 0)),
+                experts=experts,
             ),
             whole_prompts(task, TOKENS, CHUNKED),
             *rules.speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "speculative-config.speculative_model", "MTP"),
