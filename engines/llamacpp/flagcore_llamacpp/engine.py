@@ -295,6 +295,7 @@ class LlamaCpp(ServingEngine):
             share = hardware.share(values[INSTANCES])
             devices = np.where(values[THREADS] > 0, np.minimum(values[THREADS], share), share)
         return Settings.of(
+            PROGRAM,
             task,
             values,
             devices=devices,
@@ -304,7 +305,6 @@ class LlamaCpp(ServingEngine):
             context_len=slot_share(values, total) if total else context,
             graph_tokens=np.full_like(devices, GRAPH_TOKENS),
             cache_bytes=pool * cache_bytes_per_token(task.spec.model, 1.0) * element / devices,
-            cache_element_bytes=element,
             on_device=np.where(values[LAYERS] < 0, 1.0, np.minimum(values[LAYERS] / all_layers, 1.0)),
             experts_on_host=_host_experts(task, values),
             host_cache=np.full(devices.shape, host_cache_mib(task) * 2.0**20),

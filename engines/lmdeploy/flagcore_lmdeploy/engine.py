@@ -15,12 +15,12 @@ from flagcore_serving.space.flags import as_words
 from flagcore_serving.space.hardware import DP, EP, TP, Hardware, count
 from flagcore_serving.space.knobs import EAGER, or_default
 from flagcore_serving.space.program import Program
-from flagcore_serving.space.rules import context_rules, forbidden, rule, same_as_unset, split_rules
+from flagcore_serving.space.rules import context_rules, forbidden, rule, split_rules
 from flagcore_serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore_serving.space.weights import weight_bytes
 
 from flagcore.domain.launch import PORT
-from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Task
 from flagcore.i18n import N_
 
@@ -69,9 +69,6 @@ class Lmdeploy(ServingEngine):
     modules: Mapping[str, str] = {"lmdeploy": "lmdeploy>=0.18,<0.19"}
     untested = "support was written from the documentation, and no trial has run; predicted times include only kernels"
 
-    def merges(self, task: Task) -> tuple[Merge, ...]:
-        return tuple(same_as_unset(PROGRAM))
-
     def settings(self, task: Task, columns: Columns) -> Settings:
         """Return LMDeploy's effective settings for each candidate."""
         values = PROGRAM.columns(task, columns)
@@ -79,6 +76,7 @@ class Lmdeploy(ServingEngine):
         prefill = PROGRAM.values(values, PREFILL)
         batch = or_default(values[BATCH], _default_batch(task))
         return Settings.of(
+            PROGRAM,
             task,
             values,
             max_running=np.maximum(batch // values[DP].clip(1), 1),
@@ -87,7 +85,6 @@ class Lmdeploy(ServingEngine):
             block_size=PROGRAM.values(values, BLOCK),
             graph_tokens=np.where(pytorch & (values[EAGER] == 0), GRAPH_TOKENS, 0),
             cache_bytes=_cache_bytes(task, values, prefill + 2 * batch),
-            cache_element_bytes=PROGRAM.element_bytes(values),
         )
 
     def server(self, task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from flagcore_serving.space import rules
-from flagcore_serving.space.hardware import longest_request
+from flagcore_serving.space.hardware import DP, EP, TP, longest_request
 
 from flagcore.domain.space import Columns, IntArray, Rule
 from flagcore.domain.spec import Task
@@ -22,6 +22,18 @@ def longest_prompt(task: Task) -> int:
 def prefill_tokens(task: Task, codes: IntArray, default: int) -> IntArray:
     """Return the prompt tokens of an iteration: the knob's, or else `default` or the longest prompt."""
     return np.where(codes > 0, codes, max(default, longest_prompt(task)))
+
+
+def expert_parallel(task: Task) -> Rule:
+    """Return the rule that the groups of experts divide the ranks and the experts."""
+    experts = task.spec.model.experts or 1
+    return rules.rule(
+        "expert_parallel",
+        (TP, DP, EP),
+        N_("{EP} must divide {TP} x {DP}, and the {experts} experts"),
+        lambda c: (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | (experts % c[EP].clip(1) != 0)),
+        experts=experts,
+    )
 
 
 def whole_prompts(task: Task, knob: str, chunked: str = "") -> Rule:

@@ -260,6 +260,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     given = other_args.get("mamba-full-memory-ratio")
     ratio = float(given) if isinstance(given, (int, float)) and given > 0 else STATE_RATIO
     return Settings.of(
+        PROGRAM,
         task,
         values,
         devices=devices,
@@ -276,11 +277,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         state_share=np.full(ranks.shape, ratio / (1.0 + ratio)),
         state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, STATE_SLOTS),
         drafted=_drafted(other_args, values),
-        scheme=PROGRAM.scheme(task, values),
         **_tiers(other_args, values),
-        quantized=PROGRAM.converts_to_fp8(values),
-        tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
-        **knobs.exchange_settings(task, values, KNOBS, PROGRAM.exchanges),
         **adapters.adapter_settings(
             task, values, other_args, slots=8, on_host=other_args.get("max-loaded-loras", math.inf)
         ),
