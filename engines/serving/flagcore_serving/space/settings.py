@@ -12,20 +12,8 @@ import numpy as np
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import Task
 from flagcore_serving.job import EngineArg
+from flagcore_serving.space import knobs
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest_request
-from flagcore_serving.space.knobs import (
-    BALANCING,
-    CONTEXT,
-    EXCHANGE,
-    OVERLAP,
-    PREFIX,
-    QUANTIZATION,
-    REDUNDANT,
-    SHARING,
-    SPECULATION,
-    TOWER,
-    or_default,
-)
 from flagcore_serving.space.program import Program
 
 TIERS = ("host", "disk", "store")
@@ -153,7 +141,7 @@ class Settings:
         """
         ones, names = np.ones_like(columns[INSTANCES]), {knob.name for knob in program.knobs}
         tensor, pipeline, data, expert, sharing = (
-            np.maximum(columns.get(knob, ones), 1).astype(np.float64) for knob in (TP, PP, DP, EP, SHARING)
+            np.maximum(columns.get(knob, ones), 1).astype(np.float64) for knob in (TP, PP, DP, EP, knobs.SHARING)
         )
         common: dict[str, Any] = {
             **{name: np.full(ones.shape, value) for name, value in USUAL.items()},
@@ -164,19 +152,19 @@ class Settings:
             "sharing": sharing,
             "instances": columns[INSTANCES],
             "devices": (tensor * pipeline * data).astype(np.int64),
-            "context_len": or_default(columns.get(CONTEXT, 0 * ones), longest_request(task)),
-            "prefix_caching": columns.get(PREFIX, 0 * ones),
+            "context_len": knobs.or_default(columns.get(knobs.CONTEXT, 0 * ones), longest_request(task)),
+            "prefix_caching": columns.get(knobs.PREFIX, 0 * ones),
             "cache_element_bytes": program.element_bytes(columns),
             "tower_shares": tensor,
         }
-        if SPECULATION in names:
+        if knobs.SPECULATION in names:
             common["scheme"] = program.scheme(task, columns)
-        if QUANTIZATION in names:
+        if knobs.QUANTIZATION in names:
             common["quantized"] = program.converts_to_fp8(columns)
-        if TOWER in names:
-            split = np.where(columns[TOWER] == program.code(TOWER, "data"), 1.0, tensor)
+        if knobs.TOWER in names:
+            split = np.where(columns[knobs.TOWER] == program.code(knobs.TOWER, "data"), 1.0, tensor)
             common["tower_shares"] = np.full_like(split, np.inf) if program.text_only(task.spec) else split
-        if EXCHANGE in names:
+        if knobs.EXCHANGE in names:
             common |= _exchange(program, task, columns)
         return cls(**common | of_engine)
 
@@ -234,19 +222,19 @@ def _exchange(program: Program, task: Task, columns: Columns) -> dict[str, Any]:
     If the knob EXCHANGE is not set, all attention ranks gather all tokens, unless the vendor's build of the engine has
     an exchange of its own for instances on several hosts.
     """
-    words = ("", *next(knob.words for knob in program.knobs if knob.name == EXCHANGE))
+    words = ("", *next(knob.words for knob in program.knobs if knob.name == knobs.EXCHANGE))
     gathering, direct, forwarded = (
         [code for code, word in enumerate(words) if word.endswith(ends)] for ends in (GATHERING, DIRECT, FORWARDED)
     )
-    codes, has_own = columns[EXCHANGE], program.exchanges.get(task.cluster.groups[0].chip.vendor, ()) is None
+    codes, has_own = columns[knobs.EXCHANGE], program.exchanges.get(task.cluster.groups[0].chip.vendor, ()) is None
     several_hosts = columns[TP] * columns[DP] > Hardware.of(task).per_host
     uses_library = np.where(codes == 0, several_hosts & has_own, ~np.isin(codes, gathering))
     return {
         "exchanges": uses_library & (columns[DP] > 1) & (columns[EP] > 1),
         "direct": np.select([np.isin(codes, direct), np.isin(codes, forwarded)], [1.0, 0.0], np.nan),
-        "overlaps": uses_library & (columns[OVERLAP] == 1),
-        "copies": columns[REDUNDANT],
-        "balanced": (columns[BALANCING] == 1) | (columns[REDUNDANT] > 0),
+        "overlaps": uses_library & (columns[knobs.OVERLAP] == 1),
+        "copies": columns[knobs.REDUNDANT],
+        "balanced": (columns[knobs.BALANCING] == 1) | (columns[knobs.REDUNDANT] > 0),
     }
 
 
