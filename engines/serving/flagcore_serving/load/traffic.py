@@ -181,13 +181,11 @@ def prompts(
     prefix = _draw_tokens(prefix_len, vocab_size, (*seed, _PREFIX))
     rng = np.random.default_rng((*seed, _WARMUP if warm_up else _PROMPT))
     low, high = _token_range(vocab_size)
-    if traffic.follows is not None and not traffic.blocks:
-        ids_by_request = list[IntArray]()
+    ids_by_request = list[IntArray]()
+    if not traffic.blocks:
         for length, before in zip(traffic.input_len.tolist(), traffic.continued.tolist(), strict=True):
             past = ids_by_request[before] if before >= 0 else np.zeros(0, dtype=np.int64)
             ids_by_request.append(np.concatenate([past, rng.integers(low, high, size=length - prefix_len - past.size)]))
-    elif not traffic.blocks:
-        ids_by_request = [rng.integers(low, high, size=length - prefix_len) for length in traffic.input_len]
     else:
         block_ids = {block for blocks in traffic.blocks for block in blocks}
         keys = {block: (*seed, _BLOCK, *(block if isinstance(block, tuple) else (block,))) for block in block_ids}

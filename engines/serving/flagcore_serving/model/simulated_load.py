@@ -14,6 +14,7 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import pairwise
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -335,16 +336,10 @@ class SimulatedLoad:
         return figures | {TASK_S: (self.turn.size * e2e_s + (self.turn.size - count) * self.think_s) / count}
 
     def _ordered(self, order: IntArray, arrivals: FloatArray | None) -> SimulatedLoad:
-        return replace(
-            self,
-            input_len=self.input_len[order],
-            output_len=self.output_len[order],
-            arrivals=None if arrivals is None else arrivals[order],
-            parts=[self.parts[index] for index in order],
-            turn=None if self.turn is None else self.turn[order],
-            wait_s=None if self.wait_s is None else self.wait_s[order],
-            adapters=None if self.adapters is None else self.adapters[order],
-        )
+        names = ("input_len", "output_len", "turn", "wait_s", "adapters")
+        columns: dict[str, Any] = {"arrivals": arrivals, **{name: getattr(self, name) for name in names}}
+        columns = {name: None if column is None else column[order] for name, column in columns.items()}
+        return replace(self, **columns, parts=[self.parts[index] for index in order])
 
     def _hits_of(self, price: Price, lanes: int) -> FloatArray:
         """Return how many prompt tokens of each request on a lane (one of `lanes`) each tier of its prefix cache has.
