@@ -162,9 +162,8 @@ def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tupl
     `context` and its number of instances."""
     if context.encoder is not None or load.load.trace:  # images and traces have no short key
         return _simulated(context, load, kinds)
-    rows = ((*_key(context, [load], row), count, context.times.bytes_of(row)) for row, count in kinds)
-    slo = tuple(context.serve.slo.items())
-    key = load.load, load.is_spread, load.prefix_aware, slo, repr(context.overheads), tuple(rows)
+    rows, slo = tuple(_key(context, [load], row) for row, _ in kinds), tuple(context.serve.slo.items())
+    key = load.load, load.is_spread, load.prefix_aware, slo, repr(context.overheads), rows
     if key not in _known:
         _known[key] = _simulated(context, load, kinds)
         if len(_known) > MAX_KNOWN:
@@ -235,16 +234,10 @@ def _highest(
 
 
 def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
-    times = context.times
-    costs = b"".join(
-        each[row].tobytes() for each in (times.local, times.shared, times.summed, times.cached, times.drafts)
-    )
-    floors = (times.floor[row], times.decode_floor[row], times.mixed_floor[row], times.captured[row])
-    other_costs = np.array([*floors, times.fixed[row], times.sequence[row], times.crowding[row]]).tobytes()
+    costs = context.times.bytes_of(row) + context.kinds.role[row].tobytes() + context.transfer[row].tobytes()
     if context.encoder is not None:
-        other_costs += context.encoder.patch[row].tobytes() + context.encoder.ranks[row].tobytes()
-    other_costs += np.array([context.kinds.role[row], context.transfer[row]]).tobytes()
-    return int(context.kinds.count[row]), tuple(_lane(context, load, row) for load in loads), costs + other_costs
+        costs += context.encoder.patch[row].tobytes() + context.encoder.ranks[row].tobytes()
+    return int(context.kinds.count[row]), tuple(_lane(context, load, row) for load in loads), costs
 
 
 def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
