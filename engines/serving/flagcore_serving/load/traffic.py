@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.errors import SpecError
 from flagcore_serving.job import DEFAULT_CONCURRENCY, Load
 from flagcore_serving.load.images import data_uri, draw_images, random_text
@@ -48,16 +48,21 @@ def traffic(load: Load) -> Traffic:
             requests = replace(requests, images=draw_images(load.images, load.num_prompts, rng))
     if load.adapters:
         requests = replace(requests, adapters=_adapters(load, requests))
-    if requests.follows is not None and not (requests.follows >= 0).any():
-        requests = replace(requests, follows=None)  # too few requests: none is a second turn
     if requests.follows is not None:
-        conversations = int(np.count_nonzero(requests.follows < 0))
-        if load.concurrency is not None and conversations < load.concurrency:
-            note = f"with {conversations} conversations, there are never {load.concurrency} requests in flight"
-            requests = replace(requests, notes=(*requests.notes, note))
-    if requests.follows is not None and requests.wait_s is None:
-        requests = replace(requests, wait_s=np.where(requests.follows >= 0, load.think_time_s, 0.0))
+        requests = _in_turns(requests, load, requests.follows >= 0)
     return replace(requests, input_len=requests.input_len + load.prefix_len, arrive_s=_arrivals(times, load, requests))
+
+
+def _in_turns(requests: Traffic, load: Load, is_later: BoolArray) -> Traffic:
+    """Return the requests of conversations with their waits. `is_later`: which ones are no first turn."""
+    if not is_later.any():
+        return replace(requests, follows=None)  # too few requests: none is a second turn
+    conversations = int(np.count_nonzero(~is_later))
+    if load.concurrency is not None and conversations < load.concurrency:
+        note = f"with {conversations} conversations, there are never {load.concurrency} requests in flight"
+        requests = replace(requests, notes=(*requests.notes, note))
+    wait_s = np.where(is_later, load.think_time_s, 0.0) if requests.wait_s is None else requests.wait_s
+    return replace(requests, wait_s=wait_s)
 
 
 def _adapters(load: Load, requests: Traffic) -> IntArray:

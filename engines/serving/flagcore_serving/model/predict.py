@@ -212,12 +212,7 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Mo
     weight follow from the size of the file, and the spec's precision is the format of the matrix products.
     """
     model, precision = task.spec.model, task.spec.serve.precision
-    ones, file_bytes = np.ones(1), _file_weight_bytes(task)
-
-    def computes(name: str) -> bool:
-        return bool(np.isfinite(kernels.gemm_seconds(ones, ones, ones, name)).all())
-
-    loads = task.spec.serve.loads
+    loads, file_bytes = task.spec.serve.loads, _file_weight_bytes(task)
     prompt = float(np.mean([load.input_len + load.prefix_len for load in loads]))
     tokens = prompt + float(np.mean([load.output_len for load in loads]))
     group = task.cluster.groups[0]
@@ -229,15 +224,20 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Mo
     host, checkpoint = group.chip.host_bytes_per_second, quantization(task.spec) or Quantization()
     serving = replace(serving, link_domain=group.link_domain, on_bus=on_bus, wide=checkpoint.wide)
     serving = replace(serving, host_rate=host.value if host else HOST_RATE, adapters=AdaptedRequests.of(loads[0]))
-    if precision not in STORED_BYTES and file_bytes is None and computes(precision):
+    if precision not in STORED_BYTES and file_bytes is None and _computes(kernels, precision):
         return serving
-    supported = [name for name in COMPUTE_FORMATS if computes(name)]
+    supported = [name for name in COMPUTE_FORMATS if _computes(kernels, name)]
     stored = {"fp8": 1.0, "mxfp8": 1.0, "int8": 1.0, "nvfp4": 0.5625, "fp4": 0.5625, **STORED_BYTES}
     computed = precision if file_bytes and precision in supported else supported[0] if supported else "bf16"
     if precision in STORED_BYTES and precision in overheads.experts:
         overheads = replace(overheads, experts={computed: overheads.experts[precision]})
     weight_bytes = file_bytes or checkpoint.bytes or stored.get(precision)
     return replace(serving, precision=computed, overheads=overheads, weight_bytes=weight_bytes)
+
+
+def _computes(kernels: KernelCosts, precision: str) -> bool:
+    one = np.ones(1)
+    return bool(np.isfinite(kernels.gemm_seconds(one, one, one, precision)).all())
 
 
 def _file_weight_bytes(task: Task) -> float | None:
