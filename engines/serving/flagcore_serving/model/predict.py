@@ -18,6 +18,7 @@ from flagcore_serving.model.attention import REFERENCE_TOKENS
 from flagcore_serving.model.candidates import Candidates, expected_figures, time_parts
 from flagcore_serving.model.iteration import NODES, IterationCosts, at_counts, iteration_costs
 from flagcore_serving.model.memory import ServingMemory, serving_memory
+from flagcore_serving.model.simulated_load import SimulatedLoad
 from flagcore_serving.model.speculation import drafts, uncertainty
 from flagcore_serving.model.tiers import tiers_of
 from flagcore_serving.model.vision import encoder_costs
@@ -89,12 +90,13 @@ def predict(
     settings = settings.encoding(kinds.role == ENCODES)
     if not costs.synchronous:
         settings = replace(settings, crowding=crowding(task, kinds, settings))
-    serving, vision = serving_of(task, costs.kernels, overheads, draft), task.spec.model.vision
+    serving, vision, serve = serving_of(task, costs.kernels, overheads, draft), task.spec.model.vision, task.spec.serve
     memory, times = _memory_and_times(task, serving, settings, costs)
     encoder = None if vision is None else encoder_costs(vision, serving, settings, costs)
     context = Candidates(
         kinds=kinds,
         task=task,
+        loads=[SimulatedLoad.draw(load, vision, prefix_aware=serve.prefix_aware) for load in serve.loads],
         settings=settings,
         memory=memory,
         times=times,
@@ -116,7 +118,7 @@ def predict(
     on_host = np.zeros(kinds.size)
     np.maximum.at(on_host, kinds.owner, settings.experts_on_host)
     width_factor = np.where(unmeasured | (loads > 0.0) | (on_host > 0.0), WIDTH_FACTOR, 1.0)
-    width_factor = width_factor * np.maximum.reduceat(uncertainty(task.spec.serve.loads, settings), kinds.first_rows)
+    width_factor = width_factor * np.maximum.reduceat(uncertainty(serve.loads, settings), kinds.first_rows)
     width_factor = width_factor * (NETWORK_FACTOR if costs.assumed_network else 1.0)
     return _predictions(context, figures, costs, width_factor)
 
