@@ -122,10 +122,14 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
             for name in names:
                 table[name][rows] = best.get(name, np.nan)
     for name in () if simulates_all else FIGURE_NAMES:
-        ratio = float(np.nanmedian(table[name][simulated] / closed_form[name][simulated]))
-        is_scaled = np.isnan(table[name]) & ~np.isnan(closed_form[name])
-        table[name] = np.where(is_scaled, closed_form[name] * ratio, table[name])
+        table[name] = _completed(table[name], closed_form[name], simulated)
     return table
+
+
+def _completed(values: FloatArray, closed_form: FloatArray, simulated: IntArray) -> FloatArray:
+    """Return a metric with those in closed form where it was not simulated, scaled as in the `simulated` rows."""
+    ratio = float(np.nanmedian(values[simulated] / closed_form[simulated]))
+    return np.where(np.isnan(values) & ~np.isnan(closed_form), closed_form * ratio, values)
 
 
 def _by_key(context: Candidates) -> dict[tuple[Key, ...], list[int]]:

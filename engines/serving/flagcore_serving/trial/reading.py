@@ -153,20 +153,28 @@ def with_measured_acceptance(task: Task, trials: Sequence[Trial], schemes: Mappi
     found: dict[str, list[Rates]] = {}
     for trial in trials:
         values = trial.candidate.as_dict()
-        drafted, figures = values.get(DRAFTED), trial.measurement.figures if trial.measurement else {}
-        if trial.state is TrialState.MEASURED and isinstance(drafted, int) and drafted > 0:
-            positions = [figures.get(ACCEPTED_AT.format(position=place + 1)) for place in range(drafted)]
-            scheme = schemes.get(str(values.get(SPECULATION)), "")
-            if scheme in USUAL and all(each is not None for each in positions):
-                found.setdefault(scheme, []).append(tuple(float(each or 0.0) for each in positions))
-            elif (tokens := _tokens_per_iteration(figures)) is not None:
-                found.setdefault(scheme, []).append((acceptance(tokens, drafted),))
+        drafted, scheme = values.get(DRAFTED), schemes.get(str(values.get(SPECULATION)), "")
+        if trial.state is not TrialState.MEASURED or trial.measurement is None or not isinstance(drafted, int):
+            continue
+        if rates := _rates(trial.measurement.figures, drafted, scheme):
+            found.setdefault(scheme, []).append(rates)
     if not found:
         return task
     known = {scheme: _median(each) for scheme, each in found.items()}
     serve = task.spec.serve
     loads = tuple(replace(load, acceptance=tuple({**dict(load.acceptance), **known}.items())) for load in serve.loads)
     return replace(task, spec=replace(task.spec, work=replace(serve, loads=loads)))
+
+
+def _rates(figures: Mapping[str, float], drafted: int, scheme: str) -> Rates:
+    """Return the measured acceptance of a scheme: by position if it is known, else one rate. Empty without any."""
+    if drafted <= 0:
+        return ()
+    positions = [figures.get(ACCEPTED_AT.format(position=place + 1)) for place in range(drafted)]
+    if scheme in USUAL and None not in positions:
+        return tuple(float(each or 0.0) for each in positions)
+    tokens = _tokens_per_iteration(figures)
+    return () if tokens is None else (acceptance(tokens, drafted),)
 
 
 def _median(measured: Sequence[Rates]) -> Rates:
