@@ -73,8 +73,9 @@ def roles(word: str) -> Roles:
     if not all(matches) or not (len(matches) == 2 or (encoders and len(matches) == 1)):
         raise ValueError(word)
     kinds = (PREFILL, DECODE) if len(matches) == 2 else ("",)
-    sizes = [[int(size or 1) for size in each.groups()] for each in matches if each]  # in the order of Role's fields
-    parts = [Role(*each, kind=kind) for each, kind in zip(sizes, kinds, strict=True)]
+    sizes = [[int(size or 1) for size in each.groups()] for each in matches if each]
+    named = (dict(zip(("count", *SPLITS), each, strict=True)) for each in sizes)
+    parts = [Role(**each, kind=kind) for each, kind in zip(named, kinds, strict=True)]
     parts += [Role(int(encoders[1]), kind=ENCODE)] if encoders else []
     if min(*(getattr(each, name) for each in parts for name in ("count", *SPLITS))) < 1:
         raise ValueError(word)
