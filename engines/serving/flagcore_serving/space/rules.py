@@ -111,8 +111,7 @@ def _hosts(hardware: Hardware, knobs: tuple[str, ...], span: bool) -> tuple[Rule
     text = N_("an instance must fit on a host of {devices} devices")
     if span:
         text = N_("an instance must fit on a host of {devices} devices, or use all devices of several hosts")
-    limit = Message(text, devices=hardware.per_host)
-    return (Rule(name="hosts", knobs=knobs, message=limit, broken=misplaced),)
+    return (rule("hosts", knobs, text, misplaced, devices=hardware.per_host),)
 
 
 def forbidden(task: Task, program: Program) -> tuple[Rule, ...]:
@@ -222,8 +221,7 @@ def _query_groups(model: Model) -> tuple[Rule, ...]:
         tensor = c[TP].clip(1)
         return np.asarray(np.any([(each % tensor != 0) & (tensor % each != 0) for each in groups], axis=0))
 
-    message = Message(text, **NAMES, groups=", ".join(map(str, groups)))
-    return (Rule(name="query_groups", knobs=(TP,), message=message, broken=broken),)
+    return (rule("query_groups", (TP,), text, broken, groups=", ".join(map(str, groups))),)
 
 
 def _quantized_blocks(task: Task) -> tuple[Rule, ...]:
@@ -247,8 +245,7 @@ def _quantized_blocks(task: Task) -> tuple[Rule, ...]:
 
     parts = ", ".join(f"{width:,}" for width in dict.fromkeys(each.inputs for each in split))
     text = N_("a device's share of the layers' width ({parts}) must be a multiple of {block}, the block of the weights")
-    message = Message(text, parts=parts, block=block)
-    return (Rule(name="quantized_blocks", knobs=(TP, DP, EP), message=message, broken=broken),)
+    return (rule("quantized_blocks", (TP, DP, EP), text, broken, parts=parts, block=block),)
 
 
 _NO_TEXT = ("is-embedding", "embedding", "embeddings", "rerank", "reranking")
