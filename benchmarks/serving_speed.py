@@ -56,11 +56,9 @@ def settings(task: Task) -> Settings:
     columns = {"instances": np.ones(ROWS, dtype=np.int64), "context_len": np.full(ROWS, 8192)}
     sizes = {"block_size": 16, "graph_tokens": GRAPH_TOKENS, "memory_fraction": 0.9, "cache_element_bytes": 2.0}
     sizes["pass_tokens"] = 65536.0
-    program = ENGINE.program
     return Settings.of(
-        program,
         task,
-        program.columns(task, columns),
+        columns,
         max_running=1 + np.arange(ROWS) % 20,
         max_batched_tokens=1024 + 256 * (np.arange(ROWS) // 20),
         **{name: np.full(ROWS, value) for name, value in sizes.items()},

@@ -295,9 +295,9 @@ class LlamaCpp(ServingEngine):
             share = hardware.share(values[INSTANCES])
             devices = np.where(values[THREADS] > 0, np.minimum(values[THREADS], share), share)
         return Settings.of(
-            PROGRAM,
             task,
             values,
+            PROGRAM,
             devices=devices,
             max_running=slots,
             max_batched_tokens=batch,

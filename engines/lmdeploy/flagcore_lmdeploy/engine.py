@@ -76,9 +76,9 @@ class Lmdeploy(ServingEngine):
         prefill = PROGRAM.values(values, PREFILL)
         batch = or_default(values[BATCH], _default_batch(task))
         return Settings.of(
-            PROGRAM,
             task,
             values,
+            PROGRAM,
             max_running=np.maximum(batch // values[DP].clip(1), 1),
             max_batched_tokens=prefill,
             pass_tokens=np.where(pytorch, prefill, np.minimum(or_default(values[PER_ITERATION], 1 << 40), prefill)),

@@ -260,9 +260,9 @@ def settings(task: Task, columns: Columns) -> Settings:
     given = other_args.get("mamba-full-memory-ratio")
     ratio = float(given) if isinstance(given, (int, float)) and given > 0 else STATE_RATIO
     return Settings.of(
-        PROGRAM,
         task,
         values,
+        PROGRAM,
         devices=devices,
         max_running=np.where(values[RUNNING] > 0, np.maximum(values[RUNNING] // values[DP], 1), MIN_RUNNING),
         max_batched_tokens=tokens,

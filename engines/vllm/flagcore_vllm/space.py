@@ -271,9 +271,9 @@ def settings(task: Task, columns: Columns) -> Settings:
     # Pipelines were scheduled synchronously before (vllm-project/vllm #19970, #32618).
     host_s = np.where((values[PP] > 1) & (host_s == 0.0), np.nan, host_s)
     return Settings.of(
-        PROGRAM,
         task,
         values,
+        PROGRAM,
         devices=devices,
         max_running=seqs,
         max_batched_tokens=tokens,

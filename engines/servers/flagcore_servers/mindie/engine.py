@@ -97,9 +97,9 @@ class MindIE(ServingEngine):
         ranks = values[TP] * values[DP]
         rest = _share(task) * Hardware.of(task).memory_bytes - weight_bytes(task) / ranks
         return Settings.of(
-            PROGRAM,
             task,
             values,
+            PROGRAM,
             max_running=PROGRAM.values(values, BATCH),
             max_batched_tokens=prefill_tokens(task, values[TOKENS], int(PROGRAM.defaults[TOKENS] or 0)),
             block_size=PROGRAM.values(values, BLOCK),

@@ -133,40 +133,30 @@ class Settings:
 
     @classmethod
     def of(
-        cls, program: Program, task: Task, columns: Columns, **of_engine: IntArray | FloatArray | BoolArray
+        cls,
+        task: Task,
+        columns: Columns,
+        program: Program | None = None,
+        **of_engine: IntArray | FloatArray | BoolArray,
     ) -> Settings:
         """Return the settings in `of_engine`, completed with the common knobs in `columns` and with USUAL values.
 
-        `columns`: as from `Program.columns`.
+        `program`: also adds what follows from its knobs for the cache, drafts, weights, images and experts, if it has
+        them; `columns` are then those of `Program.columns`.
         """
-        ones, names = np.ones_like(columns[INSTANCES]), {knob.name for knob in program.knobs}
-        tensor, pipeline, data, expert, sharing = (
-            np.maximum(columns.get(knob, ones), 1).astype(np.float64) for knob in (TP, PP, DP, EP, knobs.SHARING)
-        )
+        ones = np.ones_like(columns[INSTANCES])
+        names = {"tensor": TP, "pipeline": PP, "data": DP, "expert": EP, "sharing": knobs.SHARING}
+        sizes = {name: np.maximum(columns.get(knob, ones), 1).astype(np.float64) for name, knob in names.items()}
         common: dict[str, Any] = {
             **{name: np.full(ones.shape, value) for name, value in USUAL.items()},
-            "tensor": tensor,
-            "pipeline": pipeline,
-            "data": data,
-            "expert": expert,
-            "sharing": sharing,
+            **sizes,
             "instances": columns[INSTANCES],
-            "devices": (tensor * pipeline * data).astype(np.int64),
+            "devices": (sizes["tensor"] * sizes["pipeline"] * sizes["data"]).astype(np.int64),
             "context_len": knobs.or_default(columns.get(knobs.CONTEXT, 0 * ones), longest_request(task)),
             "prefix_caching": columns.get(knobs.PREFIX, 0 * ones),
-            "cache_element_bytes": program.element_bytes(columns),
-            "tower_shares": tensor,
+            "tower_shares": sizes["tensor"],
         }
-        if knobs.SPECULATION in names:
-            common["scheme"] = program.scheme(task, columns)
-        if knobs.QUANTIZATION in names:
-            common["quantized"] = program.converts_to_fp8(columns)
-        if knobs.TOWER in names:
-            split = np.where(columns[knobs.TOWER] == program.code(knobs.TOWER, "data"), 1.0, tensor)
-            common["tower_shares"] = np.full_like(split, np.inf) if program.text_only(task.spec) else split
-        if knobs.EXCHANGE in names:
-            common |= _exchange(program, task, columns)
-        return cls(**common | of_engine)
+        return cls(**common | (_of_program(program, task, columns) if program else {}) | of_engine)
 
     def encoding(self, rows: BoolArray) -> Settings:
         """Return the settings of which the instances of some rows only encode: without a cache, graphs or adapters."""
@@ -214,6 +204,22 @@ USUAL: Mapping[str, float] = {
 }
 """Values of fields of `Settings` that most engines do not set: prompts are chunked, no graphs are captured, nothing is
 in the memory of the host, and there are no drafts and adapters."""
+
+
+def _of_program(program: Program, task: Task, columns: Columns) -> dict[str, Any]:
+    """Return the fields of `Settings` that knobs of the program set in the same way for all engines."""
+    names, found = {knob.name for knob in program.knobs}, dict[str, Any]()
+    if knobs.KV in names:
+        found["cache_element_bytes"] = program.element_bytes(columns)
+    if knobs.SPECULATION in names:
+        found["scheme"] = program.scheme(task, columns)
+    if knobs.QUANTIZATION in names:
+        found["quantized"] = program.converts_to_fp8(columns)
+    if knobs.TOWER in names:
+        is_whole = columns[knobs.TOWER] == program.code(knobs.TOWER, "data")
+        shares = np.where(is_whole, 1.0, np.maximum(columns[TP], 1).astype(np.float64))
+        found["tower_shares"] = np.full_like(shares, np.inf) if program.text_only(task.spec) else shares
+    return found | (_exchange(program, task, columns) if knobs.EXCHANGE in names else {})
 
 
 def _exchange(program: Program, task: Task, columns: Columns) -> dict[str, Any]:
