@@ -409,8 +409,9 @@ def effects_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> l
     given = dict(flat(content))
     for written, value in _options(words).items():
         section, _, key = (name := written[2:]).rpartition(".")
-        is_off = key.startswith(("no-", "no_")) and not TORCHTITAN.is_listed(name)
-        name, value = (f"{section}.{key[3:]}", False) if is_off else (name, value)
+        positive, is_no = f"{section}.{key[3:]}", key.startswith(("no-", "no_"))
+        if is_no and TORCHTITAN.is_listed(positive) and not TORCHTITAN.is_listed(name):
+            name, value = positive, False
         given[name] = ",".join(map(str, value)) if isinstance(value, list) else value
     found = [(key, key, value) for key, value in given.items()]
     if kind := FORMATS.search(name := str(given.get("config"))):
