@@ -151,9 +151,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any],
         "ENV: {NPROC_PER_NODE: 4}\nmodel: Qwen/Qwen3-30B-A3B\ntuner_type: lora\nlora_rank: 4\nmax_length: 1024\n"
         "expert_model_parallel_size: 4\nmtp_num_layers: 1\n",
         {"nodes": 1, "devices_per_node": 4},
-        {"engine": "megatron", "seq_length": 1024, "global_batch_size": 16, "adapter": {"kind": "lora", "rank": 4}},
+        {
+            "engine": "megatron",
+            "seq_length": 1024,
+            "global_batch_size": 16,
+            "adapter": {"kind": "lora", "rank": 4},
+            "mtp_num_layers": 1,
+        },
         {"expert_model_parallel_size": 4, "use_recompute": True, "recompute_granularity": "selective"},
-        "mtp_num_layers",
+        "train.lengths.mean",
     ),
     "a preset of DeepSpeed in ms-swift": (
         "run.sh",

@@ -58,7 +58,7 @@ def mean_parameters(train: Training, layout: Layout, mean: MeanLayer) -> Parts:
 
     Tensor-parallel ranks have whole the products without a split. Of those that compress the input of latent attention,
     this holds for transformer-engine's layers only. Each part has a norm before it. Source: megatron-core 0.16
-    (`attention.py`, `multi_latent_attention.py`, `mlp.py`, `moe/`).
+    `transformer/`.
     """
     model, tensor = train.model, layout.tensor
     parts = dict.fromkeys(("qkv_proj", "out_proj"), np.zeros_like(tensor))

@@ -81,7 +81,8 @@ def test_a_key_that_no_table_knows_is_named(name: str, folder: Path) -> None:
         pattern.format(NAMES[place % len(NAMES)]): values[place % len(values)]
         for place, pattern in enumerate(case["keys"])
     }
-    assert {key.lstrip("+").replace("-", "_") for key in given} <= named(case, given, folder)
+    keys = {f"{case.get('prefix', '')}{key.lstrip('+').replace('-', '_')}" for key in given}
+    assert keys <= named(case, given, folder)
 
 
 @pytest.mark.parametrize(
