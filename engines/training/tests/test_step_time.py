@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_models.layers import layers_of
 from flagcore_models.mixers.indexer import Indexer
 from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_training.layout import Layout, Options, Training, distinct
-from flagcore_training.mixes import mean_layer
 from flagcore_training.time.layer import layer_time
 from flagcore_training.time.step import rank_time, step_time
 from flagcore_training.weights import model_flops
@@ -306,11 +306,11 @@ def test_sparse_attention_without_its_kernels_computes_all_scores() -> None:
 
 
 def test_grouped_products_launch_a_kernel_for_each_expert_and_linear_layer() -> None:
-    job, mean = replace(MOE, transformer_engine=True), mean_layer(MOE.model, experts=True)
+    job, layer = replace(MOE, transformer_engine=True), layers_of(MOE.model)[-1]
 
     def launches(adapter: Adapter | None = None) -> float:
         given = replace(job, options=replace(job.options, adapter=adapter))
-        found = layer_time(given, layout_of(expert=[1, 4]), plain_costs(), mean).forward.launches
+        found = layer_time(given, layout_of(expert=[1, 4]), plain_costs(), layer).forward.launches
         return float(found[0] - found[1])
 
     fewer = 0.75 * (MOE.model.num_moe_experts or 0)
