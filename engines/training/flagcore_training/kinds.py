@@ -32,7 +32,7 @@ class LayerKinds:
 
         What is not linear in layers, peaks and overlaps, is that of the mean layer of a group.
         """
-        return (*[slice(self.leading)] * (self.leading > 0), slice(self.leading, None))
+        return (*[slice(self.leading)] * (self.leading > 0), slice(self.leading, len(self.layers)))
 
     @property
     def are_plain(self) -> bool:

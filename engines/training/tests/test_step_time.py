@@ -271,6 +271,14 @@ def test_multi_token_prediction_takes_a_layer_with_attention_and_not_the_mean_la
     assert depth(16, wide_mtp=True) > 1.05 * depth(16)
 
 
+@pytest.mark.parametrize("model", [DENSE, SPARSE])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_the_gradients_of_multi_token_prediction_are_summed_once(model: Model, repeated: bool) -> None:
+    plain = replace(model, mtp_num_layers=2, mtp_use_repeated_layer=repeated)
+    described = replace(plain, layers=layers_of(plain))
+    assert total(replace(TRAIN, model=described)) == pytest.approx(total(replace(TRAIN, model=plain)), rel=1e-12)
+
+
 def test_layers_in_16_bits_take_their_share_of_a_job_in_8_bits() -> None:
     narrow, half, whole = (total(with_options(replace(TRAIN, precision="fp8"), wide_layers=n)) for n in (0, 16, 32))
     assert half == pytest.approx((narrow + whole) / 2, rel=0.01)

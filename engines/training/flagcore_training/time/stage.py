@@ -119,10 +119,7 @@ def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
 def _groups(train: Training) -> tuple[slice, ...]:
     """Return the groups of the layers of `Parts`. A depth of multi-token prediction is one of its own."""
     kinds = layer_kinds(train.model)
-    *first, last = kinds.groups
-    if not train.model.mtp_num_layers:
-        return (*first, last)
-    return *first, slice(last.start, len(kinds.layers)), slice(len(kinds.layers), None)
+    return (*kinds.groups, *[slice(len(kinds.layers), None)] * (train.model.mtp_num_layers > 0))
 
 
 def _with_sums(
