@@ -46,7 +46,7 @@ class Stage(ArrayRecord):
 
     def of_groups(self, count: int) -> tuple[FloatArray, ...]:
         """Return the numbers of layers of the `count` groups of the model (`LayerKinds`)."""
-        return (self.leading, self.later)[-count:]
+        return (self.layers,) if count == 1 else (self.leading, self.later)
 
 
 def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Sequence[FloatArray] = ()) -> list[Stage]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from operator import add
 
 import numpy as np
 from flagcore_models.layers import depth_layer
@@ -163,6 +164,8 @@ class Kinds:
         ZB-2p defers W for as many micro-batches as fit in the memory of 2p micro-batches.
         """
         count = stage.deferred
+        if not count.any():
+            return count
         if self.train.options.schedule == "zb-2p":
             count = np.minimum(count, (2.0 * stage.index + 1.0) / self.train.weight_share)
         row = self.rows(stage.numbers)[-1]
@@ -180,7 +183,7 @@ def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray
 
 def _sum(numbers: Sequence[FloatArray], layers: Sequence[Layer]) -> FloatArray:
     """Return the bytes that these numbers of the layers of each group store."""
-    return sum((number * each.stored for number, each in zip(numbers, layers, strict=True)), np.zeros(()))
+    return reduce(add, (number * each.stored for number, each in zip(numbers, layers, strict=True)))
 
 
 def _kept(train: Training, stage: Stage) -> FloatArray:
@@ -215,7 +218,8 @@ def stage_activations(stage: Stage, kinds: Kinds) -> StageActivations:
     """
     train, layout, sizes = kinds.train, kinds.layout, kinds.sizes
     in_flight_ratio = kinds.in_flight(stage) / stage.in_flight
-    stage = replace(stage, leading=np.minimum(stage.leading * in_flight_ratio, stage.layers))
+    if train.model.moe_first_dense_layers:
+        stage = replace(stage, leading=np.minimum(stage.leading * in_flight_ratio, stage.layers))
     work = _Work.from_stage(stage, kinds)
     full = (layout.uniform > 0) | (work.block > 0)
     whole, inputs = work.split(work.block)
@@ -338,9 +342,12 @@ def _whole(layout: Layout, stage: Stage, block: FloatArray, count: int) -> Seque
 
     `block` is the number of recomputed layers at the start of each virtual stage.
     """
-    recomputed = np.minimum(block * layout.virtual, stage.layers)
-    leading = np.minimum(recomputed, stage.leading)
-    return (stage.leading - leading, stage.later - (recomputed - leading))[-count:]
+    recomputed, whole = np.minimum(block * layout.virtual, stage.layers), []
+    for number in stage.of_groups(count):
+        first = np.minimum(recomputed, number)
+        whole.append(number - first)
+        recomputed = recomputed - first
+    return whole
 
 
 def _backward(
