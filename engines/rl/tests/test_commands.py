@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import yaml
+from flagcore_importers.command import read_command
 
-from flagcore import api
 from flagcore.api.inputs import open_spec
 from flagcore.domain.space import Candidate
 from flagcore.errors import LaunchError
@@ -38,7 +38,7 @@ def spec_of(case: Mapping[str, Any], folder: Path) -> Any:
     for name, text in {**case.get("files", {}), "run.sh": case["text"]}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    return api.read_command(None, ["run.sh"], chip="H100-SXM")
+    return read_command(None, ["run.sh"], chip="H100-SXM")
 
 
 @pytest.mark.parametrize("name", CASES)

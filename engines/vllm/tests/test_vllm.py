@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_importers.command import read_command
 from flagcore_serving.advice import spec_warnings
 from flagcore_serving.job import Load
 from flagcore_serving.trial.loads import shares
@@ -171,7 +172,7 @@ def test_an_import_is_checked_with_the_installed_flags(install: Path, monkeypatc
     source.write_text('parser.add_argument("--swap-space", "--vendor-flag")')  # a vendor's build may have both
 
     def read(words: str) -> tuple[dict[str, Any], set[str]]:
-        imported = api.read_command("vllm", ["vllm", "serve", "Qwen/Qwen3-8B", *words.split()])
+        imported = read_command("vllm", ["vllm", "serve", "Qwen/Qwen3-8B", *words.split()])
         return imported.data["serve"]["engine_args"], {note.key for note in imported.notes}
 
     args, notes = read("--swap-space 4 --vendor-flag --task generate")
@@ -185,7 +186,7 @@ def test_an_import_is_checked_with_the_installed_flags(install: Path, monkeypatc
 
 def test_sizes_with_a_unit_are_numbers() -> None:
     words = ["--kv-cache-memory-bytes", "8G", "--max-num-batched-tokens", "16k"]
-    data = api.read_command("vllm", ["vllm", "serve", "Qwen/Qwen3-8B", *words]).data
+    data = read_command("vllm", ["vllm", "serve", "Qwen/Qwen3-8B", *words]).data
     assert data["serve"]["engine_args"]["kv-cache-memory-bytes"] == 8 * 2**30
     assert data["auto_tuner"]["baseline"]["max_num_batched_tokens"] == 16_000
 

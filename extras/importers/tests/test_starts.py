@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import yaml
+from flagcore_importers.command import read_command
 from flagcore_importers.starts import FailedScript, Reader
 
 from extras.importers.tests.test_import_command import TRAINING
-from flagcore import api
 from flagcore.domain.launch import Start
 from flagcore.errors import UsageError
 from flagcore.spec.plain_data import commented_yaml
@@ -90,10 +90,10 @@ def test_an_input_comes_in_whole_or_is_refused(
     before = sorted(os.listdir(tmp_path))
     if "error" in case:
         with pytest.raises(UsageError) as caught:
-            api.read_command(None, [text if is_command else case["name"]], chip="H100-SXM")
+            read_command(None, [text if is_command else case["name"]], chip="H100-SXM")
         assert case["error"] in str(caught.value)
     else:
-        imported = api.read_command(None, [text if is_command else case["name"]], chip="H100-SXM")
+        imported = read_command(None, [text if is_command else case["name"]], chip="H100-SXM")
         data, written = imported.data, commented_yaml(imported)
         work = data.get("train") or data["serve"]
         cluster = data["cluster"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from flagcore_importers.command import read_command
 
 from flagcore import api
 from flagcore.contracts import ImportedSpec
@@ -48,7 +49,7 @@ def imported(case: Mapping[str, Any], given: Mapping[str, str], folder: Path) ->
         (folder / name).touch()
     if case["command"] == "bridge":
         return api.read_tree(folder, "own.yaml", importer="bridge")
-    return api.read_command(None, [case["command"].replace("{}", " ".join(written))], chip="H100-SXM")
+    return read_command(None, [case["command"].replace("{}", " ".join(written))], chip="H100-SXM")
 
 
 def named(case: Mapping[str, Any], given: Mapping[str, str], folder: Path) -> set[str]:
@@ -110,7 +111,7 @@ def test_a_key_that_is_modelled_harmless_or_off_is_not_named(name: str, given: d
 
 def test_the_last_value_of_a_key_counts(folder: Path) -> None:
     words = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-8B data.train_batch_size=64"
-    data = api.read_command(None, [f"{words} data.train_batch_size=32 +trainer.nnodes=2"], chip="H100-SXM").data
+    data = read_command(None, [f"{words} data.train_batch_size=32 +trainer.nnodes=2"], chip="H100-SXM").data
     assert (data["rl"]["prompts"], data["cluster"]["nodes"]) == (32, 2)
-    removed = api.read_command(None, [f"{words} ~data.train_batch_size"], chip="H100-SXM").data
+    removed = read_command(None, [f"{words} ~data.train_batch_size"], chip="H100-SXM").data
     assert removed["rl"]["prompts"] == 1024

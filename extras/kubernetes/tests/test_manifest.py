@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_kubernetes.command import manifest_of_spec
 from flagcore_kubernetes.job import KINDS
 
 from extras.hosts.tests.cluster.bed import HOST, missing
-from flagcore import api
 from flagcore.contracts.exchange import DEVICES_OF_HOST, shell_quoted
 from flagcore.errors import SpecError, UsageError
 from flagcore.plugins import launcher
@@ -98,7 +98,9 @@ def test_a_tune_has_one_pod_that_tunes_and_others_that_join(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     changes = {"settings": ["train.global_batch_size=24"], "chip": "cpu"}
-    manifest, notes = api.manifest(written(tmp_path), kind=kind, image="image:1", volume=f"data:{tmp_path}", **changes)
+    manifest, notes = manifest_of_spec(
+        written(tmp_path), kind=kind, image="image:1", volume=f"data:{tmp_path}", **changes
+    )
     tunes, joins = found(checked(manifest), "containers")
     (host, *_) = tunes[0]["env"][0]["value"].split()
     assert tunes[0]["command"][-1] == (
@@ -128,7 +130,7 @@ def test_a_job_obeys_the_rules_of_its_cluster(tmp_path: Path, kind: str) -> None
     pods["volumes"] = [{"name": "shm", "emptyDir": {"sizeLimit": "9Gi"}}]
     (tmp_path / "pods.yaml").write_text(json.dumps(pods))
     options = {"queue": "q1", "user": "1000", "pods": str(tmp_path / "pods.yaml")}
-    manifest, _notes = api.manifest(written(tmp_path), kind=kind, image="image:1", **options)
+    manifest, _notes = manifest_of_spec(written(tmp_path), kind=kind, image="image:1", **options)
     require_restricted(checked(manifest))
     (first, *_others) = (found(manifest, "replicatedJobs") + found(manifest, "tasks") or [None])[0] or [
         found(manifest, "Master")[0]
@@ -145,7 +147,7 @@ def test_a_job_obeys_the_rules_of_its_cluster(tmp_path: Path, kind: str) -> None
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_node_is_one_pod_without_a_secret(tmp_path: Path, kind: str) -> None:
     file = written(tmp_path, cluster={"chip": "cpu", "nodes": 1, "devices_per_node": 2})
-    manifest, notes = api.manifest(file, kind=kind, image="image:1", name="one")
+    manifest, notes = manifest_of_spec(file, kind=kind, image="image:1", name="one")
     assert len(found(checked(manifest), "containers")) == 1
     assert (len(notes), found(manifest, "secretKeyRef")) == (1, [])  # the run is lost with the pod
 
@@ -170,10 +172,10 @@ def test_pods_ask_for_the_devices_of_their_vendor(
     tmp_path: Path, chip: str, devices: int, limits: dict[str, int]
 ) -> None:
     file = written(tmp_path, cluster={"chip": chip, "nodes": 3, "devices_per_node": devices})
-    manifest, notes = api.manifest(file, kind="jobset", image="image:1")
+    manifest, notes = manifest_of_spec(file, kind="jobset", image="image:1")
     assert found(checked(manifest), "limits") == [limits] * 2
     assert any("--rdma" in note for note in notes) == (chip == "H100-SXM")  # its plugin has a resource
-    manifest, notes = api.manifest(file, kind="jobset", image="image:1", rdma="rdma/x")
+    manifest, notes = manifest_of_spec(file, kind="jobset", image="image:1", rdma="rdma/x")
     assert found(checked(manifest), "limits") == [{**limits, "rdma/x": 1}] * 2
     assert found(manifest, "capabilities") == [{"add": ["IPC_LOCK"]}] * 2
     assert not any("--rdma" in note for note in notes)
@@ -181,18 +183,18 @@ def test_pods_ask_for_the_devices_of_their_vendor(
 
 def test_a_bad_option_or_launcher_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--name"):
-        api.manifest(written(tmp_path), kind="jobset", image="image:1", name="Not A Name")
+        manifest_of_spec(written(tmp_path), kind="jobset", image="image:1", name="Not A Name")
     with pytest.raises(UsageError, match="--volume"):
-        api.manifest(written(tmp_path), kind="jobset", image="image:1", volume="data")
+        manifest_of_spec(written(tmp_path), kind="jobset", image="image:1", volume="data")
     with pytest.raises(UsageError, match="--volume"):  # the run would not be on it
-        api.manifest(written(tmp_path), kind="jobset", image="image:1", volume="data:/no/such/folder")
+        manifest_of_spec(written(tmp_path), kind="jobset", image="image:1", volume="data:/no/such/folder")
     with pytest.raises(UsageError, match="--user"):
-        api.manifest(written(tmp_path), kind="jobset", image="image:1", user="0")
+        manifest_of_spec(written(tmp_path), kind="jobset", image="image:1", user="0")
     (tmp_path / "list.yaml").write_text("- nodeSelector")
     with pytest.raises(UsageError, match=r"list\.yaml"):
-        api.manifest(written(tmp_path), kind="jobset", image="image:1", pods=str(tmp_path / "list.yaml"))
+        manifest_of_spec(written(tmp_path), kind="jobset", image="image:1", pods=str(tmp_path / "list.yaml"))
     with pytest.raises(SpecError, match="kubernetes"):
-        api.manifest(written(tmp_path, auto_tuner={}), kind="jobset", image="image:1")
+        manifest_of_spec(written(tmp_path, auto_tuner={}), kind="jobset", image="image:1")
 
 
 @pytest.mark.parametrize("name", ["kubernetes", "ray"])
@@ -204,7 +206,7 @@ def test_an_extra_that_is_not_installed_is_named(name: str, monkeypatch: pytest.
 
 def test_the_best_of_a_run_is_exported_instead(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="flag export"):
-        api.manifest(tmp_path, kind="jobset", image="image:1")
+        manifest_of_spec(tmp_path, kind="jobset", image="image:1")
 
 
 @pytest.mark.slow

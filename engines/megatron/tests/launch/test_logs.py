@@ -103,7 +103,7 @@ def test_both_logs_are_read_and_a_missing_one_is_empty(tmp_path: Path) -> None:
 def test_the_limit_of_a_log_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "LARGEST_LOG", 2 << 20)
     log = read(tmp_path, iteration(1, "10.0") + "x\n" * (3 << 20) + iteration(2, "20.0"))
-    assert (log.step_times_s, log.note) == ([0.01], "; only the first 2 MiB of stdout.log were read")
+    assert (log.step_times_s, log.files.note) == ([0.01], "; only the first 2 MiB of stdout.log were read")
 
 
 def test_steps_after_a_long_line_and_in_later_calls_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
