@@ -14,7 +14,7 @@ from flagcore_training.time.step import passes
 from flagcore_training.weights import parts_of_model, stage_parameters
 
 from engines.models.tests.examples import layer_of
-from engines.training.tests.candidates import LLAMA, layout, plain_costs, rank_memory, train
+from engines.training.tests.simulation import LLAMA, layout, plain_costs, rank_memory, train
 from flagcore.domain.model import Layer, Model
 
 MAMBA = Mamba2(num_heads=128, head_dim=64, state_size=128)

@@ -18,7 +18,7 @@ from flagcore_training.splits import StageLayers
 from flagcore_training.weights import stage_parameters
 
 from engines.models.tests.examples import mixed
-from engines.training.tests.candidates import (
+from engines.training.tests.simulation import (
     DEEPSEEK_16B,
     LLAMA,
     MOE,

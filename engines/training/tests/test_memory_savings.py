@@ -13,7 +13,7 @@ from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.memory.stored_activations import Kinds
 from flagcore_training.memory.training import component_table
 
-from engines.training.tests.candidates import (
+from engines.training.tests.simulation import (
     DEEPSEEK_16B,
     LATENT,
     LLAMA,

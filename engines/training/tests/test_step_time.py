@@ -14,9 +14,9 @@ from flagcore_training.time.step import rank_time, step_time
 from flagcore_training.weights import model_flops
 
 from engines.models.tests.examples import mixed
-from engines.training.tests.candidates import LLAMA, TOPOLOGY, plain_costs
-from engines.training.tests.candidates import layout as layout_of
-from engines.training.tests.candidates import train as train_of
+from engines.training.tests.simulation import LLAMA, TOPOLOGY, plain_costs
+from engines.training.tests.simulation import layout as layout_of
+from engines.training.tests.simulation import train as train_of
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import Topology
 from flagcore.domain.model import Model
