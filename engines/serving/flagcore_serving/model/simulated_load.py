@@ -28,7 +28,7 @@ from flagcore_serving.load.routing import Prefixes
 from flagcore_serving.load.traces import Traffic
 from flagcore_serving.load.traffic import in_flight, traffic
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
-from flagcore_serving.model.simulation import Price, SimulatedRun, Simulation
+from flagcore_serving.model.simulation import Price, Request, SimulatedRun, Simulation
 from flagcore_serving.model.tiers import Part, cached_tokens
 from flagcore_serving.model.vision import ImageWork, image_work
 from flagcore_serving.space.settings import TIERS
@@ -201,6 +201,44 @@ class RequestTimes:
             count=count,
             seconds=seconds,
         )
+
+
+class LimitCheck:
+    """Detects that a simulation of `requests` is certain to exceed one of the `limits` of an SLO.
+
+    A percentile exceeds its limit once so many requests do that the lower of the values around it is one of theirs.
+    Means and limits on ITL are not checked.
+    """
+
+    def __init__(self, limits: Mapping[str, float], requests: Sequence[Request]) -> None:
+        self._coming, self._open = iter(requests), list[Request]()
+        self._next = next(self._coming, None)
+        self._limits, self._allowed = list[tuple[str, float]](), list[int]()
+        for figure, limit in limits.items():
+            name, _, percentile = figure.partition(".p")
+            if percentile and name != "itl_s":
+                self._limits.append((name, limit))
+                self._allowed.append(len(requests) - math.floor((len(requests) - 1) * float(percentile) / 100 - 1e-6))
+        self._slower = [0] * len(self._limits)
+
+    def is_exceeded(self, now: float) -> bool:
+        """Return whether the requests that have ended by `now` exceed a limit for certain."""
+        while self._next is not None and self._next.arrival <= now:
+            self._open.append(self._next)
+            self._next = next(self._coming, None)
+        ended, self._open = (
+            [each for each in self._open if (each.end >= 0.0) is has_ended] for has_ended in (True, False)
+        )
+        for place, (name, limit) in enumerate(self._limits):
+            self._slower[place] += sum(_latency(each, name) > limit for each in ended)
+        return any(slower >= allowed for slower, allowed in zip(self._slower, self._allowed, strict=True))
+
+
+def _latency(request: Request, name: str) -> float:
+    """Return the TTFT, the TPOT or the whole time of a request that has ended, in seconds. TPOT is 0 for one token."""
+    if name == "tpot_s":
+        return (request.end - request.first) / (request.output - 1.0) if request.output > 1 else 0.0
+    return (request.first if name == "ttft_s" else request.end) - request.arrival
 
 
 HIT_RATE = "cache_hit_rate"
@@ -438,18 +476,27 @@ class SimulatedLoad:
         return min(self.load.concurrency or self.input_len.size, self.input_len.size)
 
     def figures(
-        self, price: Price, lanes: int, slo: Mapping[str, float], prefill: Prefill | None = None
+        self,
+        price: Price,
+        lanes: int,
+        slo: Mapping[str, float],
+        prefill: Prefill | None = None,
+        *,
+        stops: bool = False,
     ) -> dict[str, float]:
         """Return the metrics of the load on `lanes` equal lanes. Rates are totals over all lanes.
 
         If there is a `prefill`, the lanes only decode. In an open loop, later turns arrive after the mean time of an
-        answer, which a first simulation determines.
+        answer, which a first simulation determines. With `stops`, the simulation of an open loop ends once it is
+        certain to exceed a limit of `slo`, and the result is empty.
         """
         if self.turn is not None and self.arrivals is not None and not self.is_spread:
             figures = self._spread(0.0).figures(price, lanes, slo, prefill)
-            return self._spread(figures["e2e_s.mean"]).figures(price, lanes, slo, prefill)
+            return self._spread(figures["e2e_s.mean"]).figures(price, lanes, slo, prefill, stops=stops)
         flight, lane_flight = self._in_flight, self.flight(lanes)
-        times = self._one_lane(price, min(lanes, flight), lane_flight, prefill)
+        times = self._one_lane(price, min(lanes, flight), lane_flight, prefill, slo if stops else {})
+        if times is None:
+            return {}
         if self.arrivals is not None:  # the last request of the load may run on another lane
             times = replace(times, seconds=max(times.seconds, float(self.arrivals[-1] + times.e2e[-1])))
         figures = figures_of(times, flight / lane_flight, slo)  # the second argument: full lanes
@@ -457,8 +504,12 @@ class SimulatedLoad:
             figures |= self._task_figures(times, self._rows(min(lanes, flight)), figures["e2e_s.mean"])
         return figures | self._cache_figures(price, min(lanes, flight)) if self.parts else figures
 
-    def _one_lane(self, price: Price, lanes: int, flight: int, prefill: Prefill | None) -> RequestTimes:
+    def _one_lane(
+        self, price: Price, lanes: int, flight: int, prefill: Prefill | None, limits: Mapping[str, float]
+    ) -> RequestTimes | None:
         """Return the times of requests on one of `lanes` lanes with `flight` requests in flight.
+
+        If no times are extrapolated, None is returned once it is certain that `limits`, as those of an SLO, are broken.
 
         Requests that arrive while all slots are busy only wait. A closed loop and a burst are therefore simulated with
         fewer requests in flight, and a wait is added for the others. Of more than `MAX_REQUESTS` requests, the first
@@ -489,7 +540,11 @@ class SimulatedLoad:
             simulation = Simulation(price, lengths, arrival_times, simulated, found, think_s, images, loads, adapters)
         else:
             simulation = Disaggregated(price, prefill, lengths, arrival_times, simulated, images)
-        times = RequestTimes.from_outcome(simulation.run())
+        is_whole = arrival_times is not None and count == inputs.size
+        outcome = simulation.run(LimitCheck(limits, simulation.requests).is_exceeded if limits and is_whole else None)
+        if outcome.is_stopped:
+            return None
+        times = RequestTimes.from_outcome(outcome)
         if self.load.num_prompts is None and self.load.trace is None and self.arrivals is None:
             # The first wave found free slots, so it counts only if measurements include it, too. If requests wait for
             # slots, neither the first wave nor the last one counts.

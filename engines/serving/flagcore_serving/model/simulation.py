@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import count, islice
 from math import ceil, inf
 
 from flagcore_serving.model.iteration import NODES, IterationCosts
@@ -174,6 +174,10 @@ MIN_PIECES = 4
 """Minimum number of iterations that one prompt must fill for the simulation to compute them in one step. A choice."""
 
 
+CHECKED = 64
+"""The number of events between two checks whether a simulation has failed. A choice."""
+
+
 @dataclass(slots=True)
 class Request:
     """One request: lengths in tokens, and times in seconds.
@@ -207,12 +211,16 @@ class Request:
 
 @dataclass(slots=True)
 class SimulatedRun:
-    """The result of a simulation: the requests in order, and the gaps between tokens as (seconds, number of gaps)."""
+    """The result of a simulation: the requests in order, and the gaps between tokens as (seconds, number of gaps).
+
+    `is_stopped`: whether it ended before all its requests.
+    """
 
     requests: list[Request]
     gaps: list[tuple[float, int]] = field(default_factory=list)
     preemptions: int = 0
     duration: float = 0.0
+    is_stopped: bool = False
 
 
 class Simulation:
@@ -289,8 +297,13 @@ class Simulation:
         for request, work, encode in zip(self.requests, images, price.encoding(images), strict=False):
             request.read, request.encode = work.read_s, encode
 
-    def run(self) -> SimulatedRun:
-        while True:
+    def run(self, has_failed: Callable[[float], bool] | None = None) -> SimulatedRun:
+        """Simulate all requests. `has_failed` gets the current time after every `CHECKED` events; the run is stopped
+        if it returns true."""
+        for turn in count(1):
+            if has_failed is not None and turn % CHECKED == 0 and has_failed(self.now):
+                self.outcome.is_stopped = True
+                break
             self._receive()
             if not (self.queue or self.partial or self.running or self.loading) and self.next >= self.sent:
                 break

@@ -185,10 +185,27 @@ def test_the_highest_rates_of_candidates_do_not_depend_on_each_other() -> None:
     arguments = {"tensor": [8, 4, 1, 1], "instances": [1, 2, 8, 1], "max_running": [256, 256, 64, 64]}
     together = figure(predicted(searched, **arguments), "highest_load")
     for row in range(4):
+        candidates._rates.clear()
         alone = figure(
             predicted(searched, **{name: [values[row]] for name, values in arguments.items()}), "highest_load"
         )
         assert together[row] == pytest.approx(alone[0], rel=0.06)
+
+
+def test_a_search_that_stops_simulations_finds_the_same_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = replace(LOAD, concurrency=None, request_rate=1000.0, num_prompts=300)
+    arguments = {"tensor": [8, 4, 1], "instances": [1, 2, 8], "max_running": [256, 256, 64]}
+    limits = {"ttft_s.p99": 1.0}, {"tpot_s.p90": 0.02}, {"e2e_s.p50": 2.0, "ttft_s.mean": 0.5}, {"ttft_s.p99": 1e-6}
+    found = list[dict[str, list[float]]]()
+    for stops in (True, False):
+        if not stops:
+            monkeypatch.setattr(simulated_load.LimitCheck, "is_exceeded", lambda *_: False)
+        for slo in limits:
+            candidates._known.clear()
+            candidates._rates.clear()
+            metrics = predicted(task(load, slo=slo, highest="request_rate"), **arguments).figures
+            found.append({name: values.tolist() for name, values in metrics.items()})
+    assert found[: len(limits)] == found[len(limits) :]
 
 
 def test_a_latency_of_several_loads_comes_from_the_heaviest() -> None:
