@@ -16,7 +16,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup setup-vllm tune tune-serve lint test test-core test-fast test-all test-long test-browser test-hosts test-ray test-watchers test-anywhere coverage mutations samples \
-  changelog dist reference docs docs-release bench bench-estimate bench-hosts bench-load bench-replay sweeps accuracy messages untranslated clean
+  changelog dist reference docs docs-release bench bench-estimate bench-plans bench-hosts bench-load bench-replay sweeps accuracy messages untranslated clean
 
 setup: $(VENV)/.done examples/spec.schema.json
 
@@ -168,8 +168,12 @@ docs: reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo build/site/index.html
 
-bench: bench-estimate
+# With BASE, another checkout, `bench-plans` prints ratios to it.
+bench: bench-estimate bench-plans
 	$(BIN)/python benchmarks/between_trials.py
+
+bench-plans: setup
+	$(BIN)/python benchmarks/plans.py $(if $(BASE),--base $(BASE))
 
 bench-estimate: setup
 	$(BIN)/python benchmarks/estimate.py --build build
