@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from flagcore.domain.spec import Task, figure_name, is_rate, seconds
 from flagcore_serving.job import ServeSpec
 from flagcore_serving.load.figures import MAX_TURNS, TASK_S, TURN_TTFT
 from flagcore_serving.load.progress import GROWTH, MIN_RATE, RESOLUTION, Verdict, highest_load
-from flagcore_serving.model.closed_loop import PARTS, ClosedLoop, LoopMeans, parts, steady_state, within_limits
+from flagcore_serving.model.closed_loop import PARTS, ClosedLoop, LoopMeans, parts, steady_state
 from flagcore_serving.model.disaggregated import Prefill
 from flagcore_serving.model.iteration import IterationCosts
 from flagcore_serving.model.memory import ServingMemory
@@ -51,7 +51,6 @@ FIGURE_NAMES = (
 FAR = 0.7
 """Candidates that are expected to reach a lower share of the best highest rate are not simulated. A choice."""
 
-T = TypeVar("T")
 Key: TypeAlias = tuple[int, tuple[Lane, ...], bytes]
 """Everything that determines the simulation of a kind of instance: the number of instances, lanes and costs."""
 
@@ -105,13 +104,11 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     representatives = np.array([rows[0] for rows in candidates_by_key.values()], dtype=np.int64)
     requests = sum(min(load.input_len.size, MAX_REQUESTS) for load in loads)
     limit = min(MAX_SIMULATED, max(MIN_SIMULATED, MAX_WORK // requests))
-    simulates_all, found = representatives.size <= limit, dict[object, _Found]()
+    simulates_all, found = representatives.size <= limit, dict[object, tuple[float, Mapping[str, float]]]()
     heaviest_load = max(loads, key=lambda load: load.flight(1))
     needs_rates = context.serve.highest is not None or not simulates_all
-    slo, is_rate_searched = context.serve.slo, context.serve.highest == "request_rate"
     closed_form = _in_closed_form(context, heaviest_load) if needs_rates else {}
     expected = closed_form.get("requests_per_s", np.zeros(context.kinds.size))
-    at_limits = _in_closed_form(context, heaviest_load, slo)["requests_per_s"] if is_rate_searched else expected
     simulated = representatives if simulates_all else _best_rows(context, closed_form, representatives, limit)
     simulated_rows = set(simulated.tolist())
     for keys, rows in sorted(candidates_by_key.items(), key=lambda item: -expected[item[1][0]]):
@@ -120,9 +117,8 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
             if context.serve.highest is None:
                 points = [_load_figures(context, load, counts) for load in loads]
             else:
-                rates = float(expected[rows[0]]), float(at_limits[rows[0]])
-                points = [_highest(context, loads[0], counts, *rates, found)]
-            best = _select(points, slo, context.task.spec.objective)
+                points = [_highest(context, loads[0], counts, float(expected[rows[0]]), found)]
+            best = _select(points, context.serve.slo, context.task.spec.objective)
             for name in names:
                 table[name][rows] = best.get(name, np.nan)
     for name in () if simulates_all else FIGURE_NAMES:
@@ -162,15 +158,7 @@ def _names(context: Candidates) -> tuple[str, ...]:
 _known: dict[Hashable, Mapping[str, float]] = {}
 """Metrics of the last `MAX_KNOWN` simulations, because a plan predicts its baseline and the listed candidates again.
 They are empty if the simulation was stopped because a limit was exceeded."""
-_rates: dict[Hashable, float] = {}
-"""The highest rates of the last `MAX_KNOWN` candidates, for the same reason."""
 MAX_KNOWN = 4096
-
-
-def _keep(known: dict[Hashable, T], key: Hashable, value: T) -> None:
-    known[key] = value
-    if len(known) > MAX_KNOWN:
-        del known[next(iter(known))]
 
 
 def _load_figures(
@@ -182,7 +170,9 @@ def _load_figures(
     if key is None:
         return _simulated(context, load, kinds, stops=stops)
     if key not in _known or not (_known[key] or stops):
-        _keep(_known, key, _simulated(context, load, kinds, stops=stops))
+        _known[key] = _simulated(context, load, kinds, stops=stops)
+        if len(_known) > MAX_KNOWN:
+            del _known[next(iter(_known))]
     return _known[key]
 
 
@@ -217,41 +207,27 @@ def _simulated(
     return load.figures(decode, decodes, context.serve.slo, prefill, stops=stops)
 
 
-class _Found(NamedTuple):
-    """The highest rate of a candidate: in closed form without and with the limits, and with all simulated metrics."""
-
-    expected: float
-    at_limits: float
-    figures: Mapping[str, float]
-
-
 def _highest(
     context: Candidates,
     load: SimulatedLoad,
     kinds: Sequence[tuple[int, int]],
     expected: float,
-    at_limits: float,
-    found: dict[object, _Found],
+    found: dict[object, tuple[float, Mapping[str, float]]],
 ) -> Mapping[str, float]:
     """Return the metrics of one candidate at its highest load or, if none meets the limits, at the lowest tried one.
 
-    A search for the highest rate tries powers of RESOLUTION, so that candidates share requests. It starts at the rate
-    that an earlier search found or, for a new candidate, at the one that the last candidate of the same or any layout
-    suggests. A candidate that is FAR below the best and has the layout of an earlier one is not simulated.
-
-    `kinds`: as in `_load_figures`. `expected`, `at_limits`: as in `_Found`. `found`: the last candidate of each layout,
-    and under None the last one; this function updates it.
+    A search for the highest rate starts where the last one suggests, and tries powers of RESOLUTION, so that candidates
+    share requests. A candidate that is FAR below the best and has the layout of an earlier one is not simulated.
+    `kinds`: as in `_load_figures`. `expected`: the candidate's rate in closed form. `found`: by layout, and by None for
+    all of them, this rate and the metrics of the last candidate; this function updates it.
     """
     settings, slo, points = context.settings, context.serve.slo, dict[float, Mapping[str, float]]()
     is_concurrency, maximum = context.serve.highest == "concurrency", load.load.concurrency or load.load.request_rate
     layout = tuple((settings.tensor[row], settings.pipeline[row], settings.data[row], each) for row, each in kinds)
-    if layout in found:
-        before, _, figures = found[layout]
-        scaled = {name: expected / before * figures[name] for name in (*RATES, HIGHEST_LOAD) if name in figures}
-        if scaled[HIGHEST_LOAD] < FAR * max(each.figures[HIGHEST_LOAD] for each in found.values()):
-            return {**figures, **scaled}
-    last, key = found.get(layout) or found.get(None), _simulation_key(context, load, kinds)
-    ratio = last.figures[HIGHEST_LOAD] / last.at_limits if last else 1.0 / load.means[1]
+    before, figures = found.get(layout) or found.get(None, (1.0, {HIGHEST_LOAD: 1.0}))
+    scaled = {name: expected / before * figures[name] for name in (*RATES, HIGHEST_LOAD) if name in figures}
+    if layout in found and scaled[HIGHEST_LOAD] < FAR * max(each[HIGHEST_LOAD] for _, each in found.values()):
+        return {**figures, **scaled}
 
     def load_at(value: float) -> float:
         return value if is_concurrency else float(RESOLUTION ** round(math.log(value, RESOLUTION)))
@@ -263,7 +239,7 @@ def _highest(
 
     highest = highest_load(
         predict,
-        FIRST_LOAD if is_concurrency else _rates.get(key, ratio * at_limits),
+        FIRST_LOAD if is_concurrency else scaled[HIGHEST_LOAD],
         minimum=1.0 if is_concurrency else MIN_RATE,
         maximum=float(maximum or 1),
         is_integer=is_concurrency,
@@ -273,9 +249,7 @@ def _highest(
     figures = points[value] or _load_figures(context, load.at(load_at(value)), kinds)
     figures = {**figures, HIGHEST_LOAD: load_at(value)}
     if highest is not None and not is_concurrency:
-        found[layout] = found[None] = _Found(expected, at_limits, figures)
-        if key is not None:
-            _keep(_rates, key, highest)
+        found[layout] = found[None] = expected, figures
     return figures
 
 
@@ -411,15 +385,10 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
     )
 
 
-def _in_closed_form(
-    context: Candidates, load: SimulatedLoad, slo: Mapping[str, float] | None = None
-) -> dict[str, FloatArray]:
-    """Return the metrics of the steady state, by name. Percentiles are replaced by means.
-
-    With `slo`, the rates are those of the highest load that keeps these limits, and the latencies have no queue.
-    """
+def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, FloatArray]:
+    """Return the metrics of the steady state, by name. Percentiles are replaced by means."""
     loop, kinds, lanes = _closed_loop(context, load), context.kinds, context.kinds.count
-    state, encodes = within_limits(loop, slo) if slo else steady_state(loop), kinds.role == ENCODES
+    state, encodes = steady_state(loop), kinds.role == ENCODES
     state = LoopMeans(state.ttft, state.tpot, np.where(encodes, 0.0, state.rate))
     share = np.minimum(lanes, load.flight(1)) / lanes
     rate = kinds.total(state.rate * share)

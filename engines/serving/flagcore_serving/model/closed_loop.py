@@ -5,7 +5,6 @@ and computes the prompt tokens of the requests that replace finished sequences. 
 law holds.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +16,6 @@ from flagcore_serving.model.work import Overheads
 ROUNDS = 30
 """Number of damped iterations. Each moves the number of decoding sequences half of the way to its new value. A choice:
 after as many, the iteration has converged."""
-
-FEWEST, HALVINGS = 1e-3, 12
-"""The lowest number of decoding sequences of a search for the highest load, and the number of its bisections."""
 
 MAX_BUSY = 0.95
 """Maximum share of the time that iterations with prompts may take; it keeps the queue finite. A choice."""
@@ -92,53 +88,27 @@ def steady_state(loop: ClosedLoop) -> LoopMeans:
     For lanes that only compute prompts, the rate counts the output tokens of the answers to their prompts, and TPOT is
     0.
     """
-    limit = _limit(loop)
-    decoding, decode_steps = limit.copy(), np.maximum(loop.output - 1.0, 1.0)
+    overheads = loop.overheads
+    decodes_only = np.asarray(loop.role) == 2
+    context = loop.prompt + 0.5 * loop.output
+    room = np.maximum(loop.cache_tokens / context, 1.0)
+    limit = np.minimum(np.minimum(loop.flight, loop.running), room)
+    decoding = limit.copy()
+    decode_steps = np.maximum(loop.output - 1.0, 1.0)
     for _ in range(ROUNDS):
-        ttft, tpot = _latencies(loop, decoding)
+        plain, mixed, prompt_tokens = _iterations(loop, decoding)
+        # number of iterations with prompts per decoding iteration
+        prompt_share = np.where(decodes_only, 0.0, decoding * loop.prompt / (loop.output * prompt_tokens))
+        tpot = plain + prompt_share * (mixed - np.where(loop.mixes, plain, 0.0))
+        busy = np.minimum(prompt_share * mixed / tpot, MAX_BUSY)
+        pieces = np.maximum(loop.prompt / prompt_tokens, 1.0)
+        wait = 0.5 * overheads.receive * tpot + busy / (1.0 - busy) * 0.5 * mixed
+        ttft = loop.front_end + np.where(decodes_only, tpot, wait + pieces * mixed)
         active = np.minimum(loop.flight, limit) * decode_steps * tpot / (ttft + decode_steps * tpot)
         decoding = 0.5 * (decoding + np.maximum(active, 1e-3))
     e2e = (ttft + decode_steps * tpot) * loop.flight / limit
     means = LoopMeans(e2e - decode_steps * tpot, tpot, loop.flight * loop.output / e2e)
     return _with_prompts_only(loop, means) if np.any(loop.role) else means
-
-
-def within_limits(loop: ClosedLoop, limits: Mapping[str, float]) -> LoopMeans:
-    """Return the mean latencies and the rate of lanes at the highest load whose means are within `limits`.
-
-    `limits`: seconds by metric, in which percentiles count as means. The number of decoding sequences is found by
-    bisection. Queues are not included.
-    """
-    decode_steps = np.maximum(loop.output - 1.0, 1.0)
-    low, high = np.full_like(loop.flight, FEWEST), np.maximum(_limit(loop), FEWEST)
-    for _ in range(HALVINGS):
-        middle = np.sqrt(low * high)
-        ttft, tpot = _latencies(loop, middle)
-        latencies = {"ttft_s": ttft, "tpot_s": tpot, "itl_s": tpot, "e2e_s": ttft + decode_steps * tpot}
-        is_met = np.all([latencies[name.partition(".")[0]] <= limit for name, limit in limits.items()], axis=0)
-        low, high = np.where(is_met, middle, low), np.where(is_met, high, middle)
-    ttft, tpot = _latencies(loop, low)
-    means = LoopMeans(ttft, tpot, low * loop.output / (decode_steps * tpot))
-    return _with_prompts_only(loop, means) if np.any(loop.role) else means
-
-
-def _limit(loop: ClosedLoop) -> FloatArray:
-    """Return the maximum number of requests that a lane serves at once."""
-    room = np.maximum(loop.cache_tokens / (loop.prompt + 0.5 * loop.output), 1.0)
-    return np.minimum(np.minimum(loop.flight, loop.running), room)
-
-
-def _latencies(loop: ClosedLoop, decoding: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return the mean TTFT and TPOT, in seconds, if `decoding` sequences decode on each lane."""
-    decodes_only = np.asarray(loop.role) == 2
-    plain, mixed, prompt_tokens = _iterations(loop, decoding)
-    # number of iterations with prompts per decoding iteration
-    prompt_share = np.where(decodes_only, 0.0, decoding * loop.prompt / (loop.output * prompt_tokens))
-    tpot = plain + prompt_share * (mixed - np.where(loop.mixes, plain, 0.0))
-    busy = np.minimum(prompt_share * mixed / tpot, MAX_BUSY)
-    pieces = np.maximum(loop.prompt / prompt_tokens, 1.0)
-    wait = 0.5 * loop.overheads.receive * tpot + busy / (1.0 - busy) * 0.5 * mixed
-    return loop.front_end + np.where(decodes_only, tpot, wait + pieces * mixed), tpot
 
 
 def _with_prompts_only(loop: ClosedLoop, means: LoopMeans) -> LoopMeans:

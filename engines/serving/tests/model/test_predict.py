@@ -185,7 +185,6 @@ def test_the_highest_rates_of_candidates_do_not_depend_on_each_other() -> None:
     arguments = {"tensor": [8, 4, 1, 1], "instances": [1, 2, 8, 1], "max_running": [256, 256, 64, 64]}
     together = figure(predicted(searched, **arguments), "highest_load")
     for row in range(4):
-        candidates._rates.clear()
         alone = figure(
             predicted(searched, **{name: [values[row]] for name, values in arguments.items()}), "highest_load"
         )
@@ -202,7 +201,6 @@ def test_a_search_that_stops_simulations_finds_the_same_rates(monkeypatch: pytes
             monkeypatch.setattr(simulated_load.LimitCheck, "is_exceeded", lambda *_: False)
         for slo in limits:
             candidates._known.clear()
-            candidates._rates.clear()
             metrics = predicted(task(load, slo=slo, highest="request_rate"), **arguments).figures
             found.append({name: values.tolist() for name, values in metrics.items()})
     assert found[: len(limits)] == found[len(limits) :]
