@@ -12,6 +12,7 @@ from flagcore.domain.launch import Start
 from flagcore.domain.secrets import is_secret, redact_text
 from flagcore.errors import SpecError
 from flagcore.i18n import _
+from flagcore_importers.containers import images_of
 from flagcore_importers.declared import read_table
 from flagcore_importers.starts import FailedScript, Program
 from flagcore_importers.values import KEYS, left_out
@@ -61,11 +62,6 @@ class Input:
     def failure(self) -> FailedScript | None:
         """The first script that could not be read to its end."""
         return next((each for each in self.programs if isinstance(each, FailedScript)), None)
-
-
-def images_of(engines: Mapping[str, Commands]) -> dict[str, Sequence[str]]:
-    """Return the entry points of the images of engines."""
-    return {image: entry for each in engines.values() for image, entry in each.images.items()}
 
 
 def engines_in(given: Input, programs: Sequence[Program]) -> Found:

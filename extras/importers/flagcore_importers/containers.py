@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flagcore.contracts import Commands
 from flagcore.domain.launch import Start
 from flagcore_importers.values import (
     BRACED,
@@ -36,6 +37,11 @@ _NAMED_DEVICES = re.compile(
 """Devices that options of a container name: with `device=`, as files, or in CDI."""
 Images = Mapping[str, Sequence[str]]
 """The entry points of known images, by repository, or by repository and the start of a tag."""
+
+
+def images_of(engines: Mapping[str, Commands]) -> dict[str, Sequence[str]]:
+    """Return the entry points of the images of engines."""
+    return {image: entry for each in engines.values() for image, entry in each.images.items()}
 
 
 def container(start: Start, image: Any, entry: Any, args: Any, images: Images) -> Start:

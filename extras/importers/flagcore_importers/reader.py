@@ -15,17 +15,8 @@ from flagcore.errors import SpecError, UsageError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.plain_data import Notes, read_text
 from flagcore_importers.batch import GPUS
-from flagcore_importers.choice import (
-    OF_HOST,
-    OF_MACHINE,
-    Input,
-    engines_in,
-    images_of,
-    not_one,
-    others,
-    unset_names,
-    untuned,
-)
+from flagcore_importers.choice import OF_HOST, OF_MACHINE, Input, engines_in, not_one, others, unset_names, untuned
+from flagcore_importers.containers import images_of
 from flagcore_importers.starts import Reader
 from flagcore_importers.values import split_words
 

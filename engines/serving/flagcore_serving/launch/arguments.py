@@ -215,30 +215,24 @@ def with_model(engine: EngineProfile, pairs: list[Pair], notes: Notes) -> list[P
 
 
 def split(engine: EngineProfile, words: Sequence[str]) -> Iterator[Pair]:
-    """Yield each flag with its values. Values before the first flag have an empty flag."""
-    flag, values = "", list[str]()
+    """Yield each flag with its values. Values before the first flag have an empty flag.
+
+    In place of `Program.set_flag`, these are the flags that its values FLAG=VALUE set.
+    """
+    found: list[Pair] = [("", [])]
     for word in words:
-        if not re.match("--?[A-Za-z]", word):
-            values.append(word)
-            continue
-        if flag or values:
-            yield from _assigned(engine, flag, values)
         flag, equals, value = word.partition("=")
         if word[1:2] in tuple(engine.program.digit_flags) and word[2:].isdecimal():
             flag, equals, value = word[:2], "=", word[2:]
-        values = [value] if equals else []
-    if flag or values:
-        yield from _assigned(engine, flag, values)
-
-
-def _assigned(engine: EngineProfile, flag: str, values: list[str]) -> Iterator[Pair]:
-    """Yield a flag with its values, or the flags that the values FLAG=VALUE of `Program.set_flag` set."""
-    if not flag or strip_dashes(flag) != engine.program.set_flag:
-        yield flag, values
-        return
-    for each in values:
-        name, _, value = each.partition("=")
-        yield f"--{name}", [value]
+        if re.match("--?[A-Za-z]", word):
+            found.append((flag, [value] if equals else []))
+        else:
+            found[-1][1].append(word)
+    for flag, values in found:
+        if flag and strip_dashes(flag) == engine.program.set_flag:
+            yield from ((f"--{name}", [value]) for name, _, value in (each.partition("=") for each in values))
+        elif flag or values:
+            yield flag, values
 
 
 def _value(name: str, text: str) -> Any:
