@@ -149,7 +149,7 @@ def _problems(section: ProgramSection) -> Iterator[SpecError]:
     for meaning, number in section.fixed.items():
         if number > LARGEST.get(meaning, number):
             yield spec_error(("fixed", meaning), f"must be at most {LARGEST[meaning]}", value=number)
-    meanings = [meaning for name, row in section.knobs.items() if (meaning := meaning_of(name, row))]
+    meanings = [own for name, row in section.knobs.items() if (own := meaning_of(name, row))]
     for repeated in {each for each in meanings if meanings.count(each) + (each in section.fixed) > 1}:
         problem, fix = f"has several knobs with the meaning {repeated}", "give it to one knob, and not in `fixed`"
         yield spec_error("knobs", problem, fix=fix)

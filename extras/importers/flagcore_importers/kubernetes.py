@@ -23,14 +23,14 @@ _HALF = re.compile(r"(?:^|[-_.])(prefill|decode)(?:er|r)?(?=$|[-_.])")
 
 
 def pods_of(node: Any, images: Images, pod: Start = Start()) -> Iterator[Start]:  # noqa: B008 (it is frozen)
-    """Yield the containers of a manifest. `pod`: the number of hosts and copies, and the role, of those in `node`."""
+    """Yield the containers of a manifest, without sections of Helm values that are off.
+
+    `pod`: the number of hosts and copies, and the role, of those in `node`.
+    """
     if isinstance(node, list):
         for each in node:
             yield from pods_of(each, images, pod)
-    elif isinstance(node, Mapping) and False not in (
-        node.get("create"),
-        node.get("enabled"),
-    ):  # sections of Helm values
+    elif isinstance(node, Mapping) and all(node.get(key) is not False for key in ("create", "enabled")):
         half = _half(node)
         yield from _pods_in(node, images, replace(pod, role=half) if half else pod)
 
@@ -64,11 +64,8 @@ def _section(node: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def _half(node: Mapping[str, Any]) -> str:
     """Return which half of a pair the pods in a part of a manifest are, by its labels or its name, or an empty text."""
     metadata = _section(node, "metadata")
-    for names in (
-        _section(metadata, "labels").values(),
-        [metadata.get("name")],
-        [] if "image" in node else [node.get("name")],
-    ):
+    labels, own = _section(metadata, "labels").values(), [] if "image" in node else [node.get("name")]
+    for names in (labels, [metadata.get("name")], own):
         if halves := {half for each in names for half in _HALF.findall(str(each))}:
             return halves.pop() if len(halves) == 1 else ""
     return ""

@@ -334,8 +334,8 @@ class SimulatedLoad:
         names = ("input_len", "output_len", "turn", "wait_s", "adapters")
         columns: dict[str, Any] = {"arrivals": arrivals, **{name: getattr(self, name) for name in names}}
         columns = {name: None if column is None else column[order] for name, column in columns.items()}
-        parts, images = ([each[index] for index in order] if each else () for each in (self.parts, self.images))
-        return replace(self, **columns, parts=parts, images=images)
+        images = [self.images[index] for index in order] if self.images else ()
+        return replace(self, **columns, images=images, parts=[self.parts[index] for index in order])
 
     def _hits_of(self, price: Price, lanes: int) -> FloatArray:
         """Return how many prompt tokens of each request on a lane (one of `lanes`) each tier of its prefix cache has.
