@@ -113,7 +113,7 @@ def _sizes(options: Mapping[str, str]) -> dict[str, int]:
 
 def _gpus(options: Mapping[str, str], *names: str) -> int:
     """Return the number of GPUs in the first of the options that has one: a count, or a list of resources."""
-    counts = ((_resource if "res" in name else _count)(options.get(name, "")) for name in names)
+    counts = ((_resource if "res" in name else _count)(options.get(name, "")) for name in names)  # of gres and tres
     return next(filter(None, counts), 0)
 
 
