@@ -10,7 +10,8 @@ SDK = (
     *("contracts", "domain", "errors", "hooks", "i18n", "launchers", "physics", "plugins", "report"),
     *("spec.clusters", "spec.jobs", "spec.knobs", "spec.models"),
     *("spec.plain_data", "spec.schema", "spec.shapes", "spec.validate"),
-    *("api.commands.importing", "api.inputs", "api.notes", "api.runs", "cli.main", "cli.options"),
+    *("api.commands.doctor", "api.commands.importing", "api.inputs", "api.notes", "api.runs"),
+    *("cli.main", "cli.options", "tuner.devices"),
 )
 """The modules and packages that other distributions may import. Every distribution declares its own."""
 

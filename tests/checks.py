@@ -1,8 +1,11 @@
-"""Assertions that many tests share: refused keys, counts of a run that add up, and trials that were stored once."""
+"""Assertions that many tests share: refused keys, counts of a run that add up, and trials that were stored once.
+Secrets that tests plant in inputs, and where other users can read them."""
 
 import json
-from collections.abc import Iterator
+import stat
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,3 +54,69 @@ def check_kept_once(run_dir: Path, result: Any) -> None:
     assert len(set(numbers)) == len(numbers)
     measured = {number for number, trial in stored.items() if trial["state"] == "measured"}
     assert {trial["number"] for trial in shown if trial["state"] == "measured"} == measured
+
+
+MARK = "Xq7Z"
+"""Part of each planted secret."""
+
+
+def secret(number: int) -> str:
+    """Return a secret that has no known format."""
+    return f"{MARK}{number:02}pVt9Lm3kW2cRb8"
+
+
+NAMES = (
+    *("MY_PASSWORD", "WANDB_API_KEY", "AWS_SESSION_TOKEN", "MLFLOW_TRACKING_PASSWORD", "DB_PW", "HF_TOKEN_2"),
+    *("ALIBABA_CLOUD_ACCESS_KEY_SECRET", "MODELARTS_SK", "FEISHU_WEBHOOK", "REDISCLI_AUTH", "COOKIE"),
+    *("AZURE_STORAGE_CONNECTION_STRING", "NGC_CLI_API_KEY"),
+)
+VARIABLES = {
+    **{name: secret(number) for number, name in enumerate(NAMES)},
+    "PAT": f"ghp_{secret(20)}x",  # values show that these are secrets
+    "UPSTREAM": f"mysql://me:{secret(21)}@db/x",
+    "CACHE": f"redis://:{secret(22)}@cache:6379/0",
+    "HEADERS": f"Authorization: Bearer {secret(23)}",
+    "OPTIONS": f"--port 80 --admin-api-key {secret(24)}",
+    "CONFIG": f'{{"client": {{"apiKey": "{secret(25)}"}}}}',
+    "DOWNLOAD": f"https://store/x?sv=1&sig={secret(26)}&user_token={secret(27)}",
+    "HOOK": f"https://open.feishu.cn/open-apis/bot/v2/hook/{secret(28)}",
+}
+"""Environment variables of a spec."""
+WORDS = (
+    *("--wandb-key", secret(40)),
+    f"--registry-password={secret(41)}",
+    *("-H", f"X-Api-Key: {secret(42)}"),
+    *("-u", f"me:{secret(43)}"),
+    *("--config", f'{{"access_key_secret": "{secret(44)}", "n": 1}}'),
+    *("--data", f"s3://AKIAABCDEFGHIJKLMNOP:{secret(45)}@bucket/x"),
+    *("--env", f"HF_TOKEN={secret(46)}"),
+    f"+logger.api_key={secret(47)}",
+    *("--headers", f'{{"Authorization": "Basic {secret(48)}"}}'),
+)
+"""Arguments of a command."""
+SHELL = {
+    "OPENAI_API_KEY": secret(60),
+    "TENCENTCLOUD_SECRET_KEY": secret(61),
+    "GIT_REMOTE": f"https://{secret(62)}@h/x.git",
+}
+"""Variables of the shell that starts flagcore."""
+
+
+def exposed_files(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder that other users can read."""
+    for each in folder.iterdir():
+        if stat.S_IMODE(each.lstat().st_mode) & 0o077 and not each.is_symlink():
+            yield from exposed_files(each) if each.is_dir() else (each,)
+
+
+def leaks(text: str, context: int = 40) -> Sequence[str]:
+    """Return the text around each planted secret in a text."""
+    return [f"{before[-context:]}{MARK}{after[:context]}" for before, after in pairwise(text.split(MARK))]
+
+
+def leaking_files(folder: Path, inputs: Collection[str] = ()) -> dict[str, Sequence[str]]:
+    """Return the text around each planted secret, by the file below a folder, except `inputs`, that exposes it."""
+    texts = {
+        str(each.relative_to(folder)): each.read_bytes().decode(errors="replace") for each in exposed_files(folder)
+    }
+    return {name: found for name, text in texts.items() if name not in inputs and (found := leaks(text))}

@@ -83,11 +83,8 @@ def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, Kno
     by_name |= {knob_of(axis.knob, knobs).title.casefold(): axis for axis in axes}
     knob_values: dict[str, KnobValue] = {}
     for part, off, axis, value in _named_knobs(text, by_name, knobs, _knobs(axes, knobs)):
-        if value is None and not off and not axis.is_flag:
-            values_text = values_of(axis)
-            raise UsageError(_("{part}: {knob} needs a value; {values}", part=part, knob=axis.knob, values=values_text))
         if off or value is None:
-            values: dict[str, KnobValue] = {axis.knob: not off if axis.is_flag else axis.neutral}
+            values = {axis.knob: _value_alone(part, axis, off=off)}
         else:
             values = _values_of_part(part, axis, value, by_name, details(axis.knob, knobs))
         if twice := knob_values.keys() & values:
@@ -98,6 +95,15 @@ def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, Kno
     if not knob_values:
         raise UsageError(_("{text!r} contains no knob; {knobs}", text=text[:MAX_TEXT], knobs=_knobs(axes, knobs)))
     return knob_values
+
+
+def _value_alone(part: str, axis: Axis, *, off: bool) -> KnobValue:
+    """Return the value of a knob that is named without one, maybe after `no`. Raises UsageError if it needs one."""
+    if axis.is_flag:
+        return not off
+    if not off:
+        raise UsageError(_("{part}: {knob} needs a value; {values}", part=part, knob=axis.knob, values=values_of(axis)))
+    return axis.neutral
 
 
 def _values_of_part(

@@ -1,7 +1,7 @@
 """Reads specs as users pass them, loads their plugins, and logs warnings to the logger `flagcore`."""
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -280,20 +280,11 @@ def _parsed(data: Mapping[str, Any], path: Path, without: Collection[str], base:
     """Parse the plain data of the spec in the file `path`. Its paths are relative to `base`, by default its folder.
 
     Raises SpecError.
-
-    Plugins are asked for their knobs only if the space contains a knob that the engine does not have.
     """
-    file, base, tuner = str(path), base or path.parent, data.get("auto_tuner")
-    sections = [tuner.get(key) for key in ("space", "baseline")] if isinstance(tuner, Mapping) else []
-    space_names = {name for section in sections if isinstance(section, Mapping) for name in section}
-    engine = _engine_name(data)
-    plugin_knobs: Sequence[Knob] = ()
-    installed = engines(data)
-    if space_names and engine and engine in installed:
-        engine_names = {name for knob in knobs_of_spec(data).values() for name in knob.names}
-        plugin_knobs = _knobs_of_plugins(engine, without) if space_names - engine_names - {engine} else ()
-        plugin_knobs = [knob for knob in plugin_knobs if knob.name not in engine_names]
-    unknown_names = list(_unknown_names(tuner, file))
+    file, base = str(path), base or path.parent
+    tuner = tuner if isinstance(tuner := data.get("auto_tuner"), Mapping) else {}
+    installed, unknown_names = engines(data), list(_unknown_names(tuner, file))
+    plugin_knobs = _plugin_knobs(data, tuner, installed, without)
     try:
         spec = parse_spec(data, file=file, base=base, engines=installed, plugin_knobs=plugin_knobs)
     except SpecError as error:
@@ -301,13 +292,29 @@ def _parsed(data: Mapping[str, Any], path: Path, without: Collection[str], base:
         raise join_errors([*error.problems, *unknown_chips, *unknown_names]) from None
     if unknown_names:  # without other errors, an unknown chip is reported by the stage `discover`
         raise join_errors(unknown_names)
-    if not (isinstance(tuner, Mapping) and "launcher" in tuner):
+    if "launcher" not in tuner:
         spec = _with_launcher(spec, any_number=data.get("cluster") == AUTO)
     spec = _with_hosts(spec)
     if error_text := _min_nodes_error(spec):
         min_nodes, fix = spec.cluster.min_nodes, _("leave it out")
         raise SpecError(key="cluster.min_nodes", value=min_nodes, problem=error_text, fix=fix)
     return spec
+
+
+def _plugin_knobs(
+    data: Mapping[str, Any], tuner: Mapping[str, Any], installed: Collection[str], without: Collection[str]
+) -> list[Knob]:
+    """Return the knobs that plugins add to the engine of a spec.
+
+    Plugins are asked only if the space or the baseline has a name that the engine does not know.
+    """
+    sections = [section for key in ("space", "baseline") if isinstance(section := tuner.get(key), Mapping)]
+    engine, names = _engine_name(data), {name for section in sections for name in section}
+    if not engine or engine not in installed:
+        return []
+    engine_names = {name for knob in knobs_of_spec(data).values() for name in knob.names} if names else set()
+    found = _knobs_of_plugins(engine, without) if names - engine_names - {engine} else ()
+    return [knob for knob in found if knob.name not in engine_names]
 
 
 def _min_nodes_error(spec: Spec) -> str:
@@ -356,10 +363,10 @@ def _with_hosts(spec: Spec) -> Spec:
     return replace(spec, cluster=replace(cluster, hosts=hosts, nodes=nodes))
 
 
-def _unknown_names(tuner: object, file: str) -> Iterator[SpecError]:
+def _unknown_names(tuner: Mapping[str, Any], file: str) -> Iterator[SpecError]:
     """Yield an error for a strategy or a launcher that is not installed."""
     for key, group, find in (("strategy", STRATEGIES, strategy), ("launcher", LAUNCHERS, launcher)):
-        name = tuner.get(key) if isinstance(tuner, Mapping) else None
+        name = tuner.get(key)
         if isinstance(name, str) and name not in names(group):
             try:
                 find(name)

@@ -25,7 +25,7 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Prediction, components_of_row
 from flagcore.domain.records import GIB, prediction_record, rank_record
 from flagcore.domain.space import Columns, KnobValue, Rule
-from flagcore.domain.spec import ClusterSpec, JobRecord, Spec, Task, TrainSpec
+from flagcore.domain.spec import ClusterSpec, JobRecord, Spec, Task
 from flagcore.errors import FlagError, NotModelled, SpecError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
@@ -331,15 +331,13 @@ def expected_seconds(
     has_experts = spec.model.experts > 0
 
     def is_like(job: JobRecord) -> bool:
-        is_whole = isinstance(job.work, TrainSpec) and not (job.work.lengths or job.work.adapter)
         is_same_engine = job.work.engine == spec.work.engine
-        return is_whole and is_same_engine and (job.model.experts > 0) == has_experts
+        return job.work.is_plain_training and is_same_engine and (job.model.experts > 0) == has_experts
 
     here = any(is_like(job) for job, _ in problem.published)
     known = here or any(is_like(job) for job, _ in nearest_runs(problem.task, loaded, others=True))
     mean, low, high = CHOSEN[has_experts]
-    settings_count = any(each.time != (1.0, 1.0) for each in problem.platform.unmodelled)
-    known &= isinstance(spec.work, TrainSpec) and not (settings_count or spec.work.lengths or spec.work.adapter)
+    known &= all(each.time == (1.0, 1.0) for each in problem.platform.unmodelled) and spec.work.is_plain_training
     seconds = (mean * planned_s, low * planned_s, high * planned_s) if known and math.isfinite(planned_s) else None
     return seconds, here
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from flagcore.contracts import Problem
 from flagcore.domain.chip import ASSUMED_NETWORK, MUCH_SLOWER, Support, slowness
+from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.secrets import redact_data
 from flagcore.domain.spec import AUTO, PRECISIONS, Task
 from flagcore.i18n import N_, _, printable
@@ -52,35 +53,33 @@ def _task_notes(task: Task) -> Iterator[str]:
         if section.chip != AUTO and not group.chip.has_name(section.chip):
             text = N_("chip {name} means {chip}; name another variant by its own name")
             yield _(text, name=section.chip, chip=group.chip.name)
-    precision = task.spec.work.computes_in
-    for name, group in {group.chip.name: group for group in task.cluster.groups}.items():
-        if group.chip.nic_bytes_per_second == ASSUMED_NETWORK:
-            text = N_(
-                "the network bandwidth between hosts of {chip} is unknown: {rate:.0f} GB/s per device is assumed; "
-                "set {key} to its value"
-            )
-            key = f"cluster.{'groups.' if task.spec.cluster.groups else ''}nic_bytes_per_second"
-            yield _(text, chip=name, rate=ASSUMED_NETWORK.value / 1e9, key=key)
-        stored = "" if precision else task.spec.work.precision
-        if (
-            stored in (*PRECISIONS, "mxfp4")
-            and (rates := group.chip.dense_flops_per_second)
-            and RUNS_AS.get(stored, stored) not in rates
-        ):
-            text = N_(
-                "{chip} has no {precision} units: {engine} is assumed to convert the weights in each product, which "
-                "saves memory, but no compute"
-            )
-            yield _(text, chip=name, precision=stored, engine=task.spec.work.engine)
-        link = group.chip.figures.get("link.bytes_per_second") if group.devices_per_node > 1 else None
-        if link and link.source.kind == "estimated":
-            text = N_("the bandwidth between devices of {chip} is estimated: {rate:.3g} GB/s ({source})")
-            yield _(text, chip=name, rate=link.value / 1e9, source=link.source.detail)
-        if (ratio := slowness(group.chip, precision)) >= MUCH_SLOWER:
-            text = N_(
-                "products in {precision} are {ratio} times slower than in fp32 on {chip}: set train.precision: auto"
-            )
-            yield _(text, precision=precision, ratio=f"{ratio:.2g}", chip=name)
+    for group in {group.chip.name: group for group in task.cluster.groups}.values():
+        yield from _chip_notes(task, group)
+
+
+def _chip_notes(task: Task, group: NodeGroup) -> Iterator[str]:
+    chip, work, precision = group.chip, task.spec.work, task.spec.work.computes_in
+    if chip.nic_bytes_per_second == ASSUMED_NETWORK:
+        text = N_(
+            "the network bandwidth between hosts of {chip} is unknown: {rate:.0f} GB/s per device is assumed; "
+            "set {key} to its value"
+        )
+        key = f"cluster.{'groups.' if task.spec.cluster.groups else ''}nic_bytes_per_second"
+        yield _(text, chip=chip.name, rate=ASSUMED_NETWORK.value / 1e9, key=key)
+    stored, rates = "" if precision else work.precision, chip.dense_flops_per_second
+    if stored in (*PRECISIONS, "mxfp4") and rates and RUNS_AS.get(stored, stored) not in rates:
+        text = N_(
+            "{chip} has no {precision} units: {engine} is assumed to convert the weights in each product, which "
+            "saves memory, but no compute"
+        )
+        yield _(text, chip=chip.name, precision=stored, engine=work.engine)
+    link = chip.figures.get("link.bytes_per_second") if group.devices_per_node > 1 else None
+    if link and link.source.kind == "estimated":
+        text = N_("the bandwidth between devices of {chip} is estimated: {rate:.3g} GB/s ({source})")
+        yield _(text, chip=chip.name, rate=link.value / 1e9, source=link.source.detail)
+    if (ratio := slowness(chip, precision)) >= MUCH_SLOWER:
+        text = N_("products in {precision} are {ratio} times slower than in fp32 on {chip}: set train.precision: auto")
+        yield _(text, precision=precision, ratio=f"{ratio:.2g}", chip=chip.name)
 
 
 def _idle_devices(problem: Problem) -> list[str]:

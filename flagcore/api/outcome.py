@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -69,9 +69,9 @@ def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
     cannot, precision_reason = "", problem.platform.precision_reason
     data = redact_data(Result.write(plan, str(run_dir)), problem.task.spec.secrets)
     if precision_reason:
-        precision = problem.task.spec.work.precision
-        data["precision"] = {"value": precision, "reason": precision_reason}
-        spec = {**spec, "train": {**spec["train"], "precision": precision}}
+        work = problem.task.spec.work
+        data["precision"] = {"value": work.precision, "reason": precision_reason}
+        spec = {**spec, work.kind: {**spec[work.kind], "precision": work.precision}}
     # If a finished run is started again, its trials have only a plain text of why it stopped, not the translatable one.
     earlier = json_file(run_dir, "result.json")
     if earlier.get("stopped_because") == data["stopped_because"] and "stopped_message" in earlier:
@@ -164,23 +164,32 @@ def _start_script(plan: Plan, launch: Launch, problem: Problem, run_dir: Path) -
     if launch.missing:
         return start_script(job)
     launch, names = _with_secret_variables(launch)
-    missing_secrets = {name: value for name, value in launch.environment.items() if value and is_secret(name, value)}
-    missing_secrets = {name: value for name, value in missing_secrets.items() if os.environ.get(name) != value}
-    secrets_file = run_dir.resolve() / "best" / SECRETS
-    if missing_secrets:
-        lines = [f"export {name}={shlex.quote(value)}" for name, value in missing_secrets.items()]
-        text = "\n".join(["# Secrets of the best configuration. Do not share this file.", *lines]) + "\n"
-        write(secrets_file, text, private=True)
-    script_comments = [OWN_SCRIPT] if launch.own_script else [FROZEN] if launch.leaves_out is not None else []
-    script_comments += ["It also runs:"] if launch.leaves_out else []
-    script_comments += [f"  {' '.join(redact_text(each).splitlines())}" for each in launch.leaves_out or ()]
+    secrets = [f". {SECRETS_HERE} || exit 1"] if _save_secrets(launch, run_dir.resolve() / "best" / SECRETS) else []
     launch = replace(launch, directory=launch.directory or launch.folder)
-    job = replace(job, comments=(*job.comments, *script_comments), launch=launch)
-    secrets = [f". {SECRETS_HERE} || exit 1"] if missing_secrets else []
+    job = replace(job, comments=(*job.comments, *_script_comments(launch)), launch=launch)
     names = {**names, f"{run_dir.resolve()}/": "{here}/"}
     lines = [*secrets, *start_lines(job, several="--nnodes={nnodes}" in launch.argv, names=names)]
     here = [HERE] if "${here}" in "".join(lines) else []
     return "\n".join(["#!/bin/sh", *comments(job), *here, *lines]) + "\n"
+
+
+def _save_secrets(launch: Launch, file: Path) -> bool:
+    """Write the secrets of a launch that this shell lacks to a file. Return whether there are any."""
+    given = {name: value for name, value in launch.environment.items() if value and is_secret(name, value)}
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in given.items() if os.environ.get(name) != value]
+    if lines:
+        text = "\n".join(["# Secrets of the best configuration. Do not share this file.", *lines]) + "\n"
+        write(file, text, private=True)
+    return bool(lines)
+
+
+def _script_comments(launch: Launch) -> Iterator[str]:
+    """Yield what a start script says about the user's script, and the commands of that which it leaves out."""
+    if launch.own_script or launch.leaves_out is not None:
+        yield OWN_SCRIPT if launch.own_script else FROZEN
+    if launch.leaves_out:
+        yield "It also runs:"
+        yield from (f"  {' '.join(redact_text(each).splitlines())}" for each in launch.leaves_out)
 
 
 def _with_secret_variables(launch: Launch) -> tuple[Launch, dict[str, str]]:

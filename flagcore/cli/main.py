@@ -26,15 +26,17 @@ from flagcore.i18n import LANGUAGES, N_, VARIABLE, _, choose, choose_by_locale, 
 
 GROUPS = {
     N_("Start"): {"init": "specs", "import": "", "tune": "tune"},
-    N_("Plan"): {"models": "specs", "estimate": "plan", "probe": "plan", "compare": "plan", "size": ""},
+    N_("Plan"): {"models": "", "estimate": "plan", "probe": "plan", "compare": "plan", "size": ""},
     N_("Inspect"): {"explain": "plan", "report": "tune", "runs": "tune"},
-    N_("Use the result"): {"run": "tune", "export": "tune", "manifest": "tune"},
+    N_("Use the result"): {"run": "tune", "export": "tune", "manifest": ""},
     N_("Hardware"): {"devices": "machine", "doctor": "machine", "calibrate": "", "operators": ""},
     N_("Extend"): {"plugins": "machine", "schema": "machine", "completion": "machine"},
 }
 """The commands by what they are for, in the order of `flag --help`. The values are their modules in `flagcore.cli`,
 or empty for commands of other distributions."""
 OWN = {name: f"flagcore.cli.{module}" for group in GROUPS.values() for name, module in group.items() if module}
+EXTRAS = {"manifest": "kubernetes"}
+"""The extra of flagcore that has a command, if it is not installed with flagcore."""
 SYNONYMS = {
     "plan": "estimate",
     "predict": "estimate",
@@ -82,6 +84,9 @@ class Commands(options.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command that the arguments name. For an unknown name, raises UsageError with a close match."""
         if args and args[0] not in OWN and not args[0].startswith("-") and args[0] not in others():
+            if extra := EXTRAS.get(args[0]):
+                command = f'pip install "flagcore[{extra}]"'
+                ctx.fail(_("{package} is not installed: run `{command}`", package=args[0], command=command))
             hint = did_you_mean(SYNONYMS.get(args[0], args[0]), self.list_commands(ctx))
             ctx.fail("; ".join(filter(None, [_("no such command {name!r}", name=args[0]), hint])))
         return super().resolve_command(ctx, args)
@@ -112,46 +117,49 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             signal.signal(number, _interrupt)
     _configure_streams()
     _choose_language()
-    try:
-        arguments = list(sys.argv[1:] if argv is None else argv)
-        status = translated(flag).main(args=arguments, prog_name="flag", standalone_mode=False, obj=arguments)
-        if sys.stdout:
-            sys.stdout.flush()
-    except FlagError as error:
-        say(f"flag: {error}")
-        status = error.exit_code
-        if type(error).exit_code == 1:
-            raise
-    except click.exceptions.Exit as error:
-        status = error.exit_code
-    except click.ClickException as error:
-        error.show()
-        status = 2
-    except (KeyboardInterrupt, click.Abort):
-        say(_("flag: interrupted"))
-        status = 130
-    except BrokenPipeError:
-        _discard_stdout()
-        status = 0
-    except OSError as error:
-        if error.errno == errno.ENOENT and not error.filename:  # raised if the working directory was deleted
-            say(_("flag: the working directory does not exist; change to another one"))
-            sys.exit(2)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise
-        _discard_stdout()
-        say(_("flag: cannot write the output: {reason}", reason=error.strerror))
-        status = 2
-    except RecursionError:
-        say(_("flag: the input is nested too deeply"))
-        status = 2
+    status = _run(list(sys.argv[1:] if argv is None else argv))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a late Ctrl-C does not change the exit status
     if argv is None and active_count() > 1:  # a caller in this process goes on
         from flagcore.plugins.limits import end_despite_threads  # importing the plugins is slow
 
-        end_despite_threads(status or 0)
-    sys.exit(status or 0)
+        end_despite_threads(status)
+    sys.exit(status)
+
+
+def _run(arguments: list[str]) -> int:
+    """Run a command, and print its error, if any. Return the exit status. Bugs keep their traceback."""
+    try:
+        status = translated(flag).main(args=arguments, prog_name="flag", standalone_mode=False, obj=arguments)
+        if sys.stdout:
+            sys.stdout.flush()
+        return status or 0
+    except FlagError as error:
+        say(f"flag: {error}")
+        if type(error).exit_code == 1:
+            raise
+        return error.exit_code
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+    except (KeyboardInterrupt, click.Abort):
+        say(_("flag: interrupted"))
+        return 130
+    except BrokenPipeError:
+        _discard_stdout()
+        return 0
+    except OSError as error:
+        if error.errno == errno.ENOENT and not error.filename:  # raised if the working directory was deleted
+            say(_("flag: the working directory does not exist; change to another one"))
+            return 2
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        _discard_stdout()
+        say(_("flag: cannot write the output: {reason}", reason=error.strerror))
+    except RecursionError:
+        say(_("flag: the input is nested too deeply"))
+    return 2
 
 
 def _configure_streams() -> None:

@@ -263,6 +263,19 @@ tree = _adding(
 """Adds SPEC, or another tuner's config (`--config-path`, `--config-name`, OVERRIDES). The command receives `spec`."""
 
 
+def pods(command: F) -> F:
+    """Add the options for the pods of Kubernetes to a command."""
+    for name, text in (
+        ("pods FILE", N_("YAML file with fields of a pod's spec, such as tolerations, that are merged into all pods.")),
+        ("user NUMBER", N_("Run as this user, with the rights that the Pod Security Standard restricted allows.")),
+        ("rdma RESOURCE", N_("Request this resource of network adapters, for RDMA, in each pod.")),
+        ("queue NAME", N_("Queue of Kueue or Volcano.")),
+        ("volume CLAIM:PATH", N_("Persistent volume claim and its mount point, for kubernetes and dynamo.")),
+    ):
+        command = click.option(f"--{name.split()[0]}", metavar=name.split()[1], help=text)(command)
+    return command
+
+
 MODEL_HELP = N_("Directory with a config.json, GGUF file, or name of a public model (`flag models`).")
 
 

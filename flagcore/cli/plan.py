@@ -49,7 +49,7 @@ from flagcore.i18n import N_, _
 @options.output
 @options.plugins
 def estimate_command(
-    spec: str | api.LoadedSpec | None,
+    spec: Any,
     jobs: str | None,
     top: int,
     every: bool,
@@ -68,31 +68,32 @@ def estimate_command(
         raise click.UsageError(_("{file} looks like job records: use --jobs {file}", file=os.fspath(spec)))
     if spec is not None and explain is not None and form == "csv":
         raise click.UsageError(_("--explain does not support --format csv"))
-    if spec is not None:
-        if arguments["chip"] is None:
-            api.require_chip(spec)
-        if (
-            arguments["evidence"] + sum(each is not None for each in (explain, arguments["like"], arguments["report"]))
-            > 1
-        ):
-            raise click.UsageError(_("--evidence, --explain, --like and --report are mutually exclusive"))
-        _estimate_spec(spec, top, explain, form, distinct=not every and explain is None, **arguments)
-    elif jobs is not None:
-        context = click.get_current_context()
-        allowed = {"jobs", "without", *(("form",) if form == "jsonl" else ())}
-        for each in context.command.params:
-            if each.name not in allowed and context.get_parameter_source(str(each.name)) is not ParameterSource.DEFAULT:
-                text = N_("{option} requires SPEC: job records are predicted as they are, as JSON lines")
-                raise click.UsageError(_(text, option=each.opts[0]))
-        with options.language_of("jsonl"):
-            at_once = 1 if _is_pipe(jobs) else api.AT_ONCE
-            for prediction in api.estimate_jobs(_records(jobs), without=arguments["without"], at_once=at_once):
-                options.show(json.dumps(prediction, ensure_ascii=False, allow_nan=False), "jsonl")
+    if jobs is not None:
+        _estimate_jobs(jobs, form, arguments["without"])
+        return
+    if arguments["chip"] is None:
+        api.require_chip(spec)
+    modes = (arguments["evidence"] or None, explain, arguments["like"], arguments["report"])
+    if sum(each is not None for each in modes) > 1:
+        raise click.UsageError(_("--evidence, --explain, --like and --report are mutually exclusive"))
+    _estimate_spec(spec, top, explain, form, distinct=not every and explain is None, **arguments)
+
+
+def _estimate_jobs(jobs: str, form: str, without: tuple[str, ...]) -> None:
+    """Print the prediction of each job record in a file as JSON lines. No other option is allowed."""
+    context = click.get_current_context()
+    allowed = {"jobs", "without", *(("form",) if form == "jsonl" else ())}
+    for each in context.command.params:
+        if each.name not in allowed and context.get_parameter_source(str(each.name)) is not ParameterSource.DEFAULT:
+            text = N_("{option} requires SPEC: job records are predicted as they are, as JSON lines")
+            raise click.UsageError(_(text, option=each.opts[0]))
+    with options.language_of("jsonl"):
+        at_once = 1 if _is_pipe(jobs) else api.AT_ONCE
+        for prediction in api.estimate_jobs(_records(jobs), without=without, at_once=at_once):
+            options.show(json.dumps(prediction, ensure_ascii=False, allow_nan=False), "jsonl")
 
 
 def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, form: str, **arguments: Any) -> None:
-    from flagcore.report.estimate import estimate_columns, estimate_texts
-
     like, report = arguments.pop("like"), arguments.pop("report")
     on_page = None if report is None else partial(options.write_file, report)
     if (number := _number(explain)) is None or like is not None:
@@ -110,15 +111,23 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
         _show_candidate(estimate, number, explain, form)
     elif arguments["evidence"]:
         _show_evidence(estimate, form)
-    elif form != "table":
+    else:
+        _show_candidates(estimate, form)
+
+
+def _show_candidates(estimate: api.Estimate, form: str) -> None:
+    """Print the candidates and, in a table, what is known about them and the command that starts the best."""
+    from flagcore.report.estimate import estimate_columns, estimate_texts
+
+    if form != "table":
         if estimate.unmet:
             options.say(estimate.unmet)
         options.show_records(estimate.candidates, form, estimate_columns(estimate))
-    else:
-        for text, is_result in estimate_texts(estimate):
-            (options.show if is_result else options.say)(text)
-        if estimate.target and (command := _export_command(estimate.target)):
-            options.say("\n" + _("Start the recommended candidate: {command}", command=command))
+        return
+    for text, is_result in estimate_texts(estimate):
+        (options.show if is_result else options.say)(text)
+    if estimate.target and (command := _export_command(estimate.target)):
+        options.say("\n" + _("Start the recommended candidate: {command}", command=command))
 
 
 def _show_candidate(estimate: api.Estimate, number: int, name: str, form: str) -> None:

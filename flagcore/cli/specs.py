@@ -1,4 +1,4 @@
-"""The commands flag init and models: new specs, and the models that they can name."""
+"""The command flag init: new specs."""
 
 import sys
 from collections.abc import Callable
@@ -103,21 +103,3 @@ def _ask(text: str, option: str, default: Any = None, check: Callable[[Any], obj
     if default is None:
         raise click.UsageError(_("{option} is required: stdin is not a terminal", option=option))
     return default
-
-
-@click.command("models")
-@click.argument("words", nargs=-1)
-@options.output
-def models_command(words: tuple[str, ...], form: str) -> None:
-    """List public models whose names contain all WORDS.
-
-    `flag estimate --model NAME` and the key `model` of a spec accept these names, and those of fine-tuned and quantized
-    variants, without a download.
-    """
-    records = api.public_model_table(words)
-    if form == "table" and not records:
-        near = ", ".join(api.similar_models("-".join(words)))
-        hint = _("did you mean {name}?", name=near) if near else _("`flag models` lists all names")
-        options.say(_("no public model has {words} in its name; {hint}", words=" ".join(words), hint=hint))
-        return
-    options.show_records(records, form, "models")

@@ -1,10 +1,10 @@
-"""The commands flag tune, run, runs, report, export and manifest."""
+"""The commands flag tune, run, runs, report and export."""
 
 import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,7 @@ def tune_command(
     action=auto_tune). Keys that are dropped, or have another meaning here, are reported.
     """
     from flagcore.cli.progress import progress
-    from flagcore.report.formats import fitted, table_columns
-    from flagcore.report.text import candidate_columns
+    from flagcore.report.formats import fitted
 
     if spec is None:
         raise click.UsageError(_("Missing argument") + " 'SPEC'.")
@@ -90,6 +89,16 @@ def tune_command(
         command = shlex.join(["flag", *(word for word in click.get_current_context().obj if word != "--new")])
         error.args = (_("{error}; resume with `{command}`", error=error, command=command),)
         raise
+    _show_outcome(outcome, form)
+    _print_next_steps(outcome.run_dir, outcome.reported, outcome.can_start)
+    if outcome.run_best:
+        api.run_best(outcome.run_dir, stdout=2, on_ready=_ready)
+
+
+def _show_outcome(outcome: api.Outcome, form: str) -> None:
+    from flagcore.report.formats import table_columns
+    from flagcore.report.text import candidate_columns
+
     if form == "table":
         options.show(str(outcome))
     elif form == "json":
@@ -99,9 +108,6 @@ def tune_command(
         figures = "trials_serving" if any((each["measured"] or {}).get("figures") for each in trials) else "trials"
         columns = {"trial": "number", **candidate_columns(trials, outcome.plan.knobs), **table_columns(figures)}
         options.show_records([outcome.data] if form == "yaml" else trials, form, columns)
-    _print_next_steps(outcome.run_dir, outcome.reported, outcome.can_start)
-    if outcome.run_best:
-        api.run_best(outcome.run_dir, stdout=2, on_ready=_ready)
 
 
 def _show_dry_run(spec: Any, form: str, given: dict[str, Any]) -> None:
@@ -172,19 +178,6 @@ def _ready(url: str) -> None:
     options.say(_("flag: ready at {url}", url=url))
 
 
-def _pods(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options for the pods of Kubernetes to a command."""
-    for name, text in (
-        ("pods FILE", N_("YAML file with fields of a pod's spec, such as tolerations, that are merged into all pods.")),
-        ("user NUMBER", N_("Run as this user, with the rights that the Pod Security Standard restricted allows.")),
-        ("rdma RESOURCE", N_("Request this resource of network adapters, for RDMA, in each pod.")),
-        ("queue NAME", N_("Queue of Kueue or Volcano.")),
-        ("volume CLAIM:PATH", N_("Persistent volume claim and its mount point, for kubernetes and dynamo.")),
-    ):
-        command = click.option(f"--{name.split()[0]}", metavar=name.split()[1], help=text)(command)
-    return command
-
-
 class _Export(click.Command):
     """The command `flag export`, whose help lists the targets of all installed engines, launchers and importers."""
 
@@ -212,7 +205,7 @@ class _Export(click.Command):
 @click.option(
     "--kind", type=click.Choice(("jobset", "pytorchjob", "volcano")), help="Kind of a Kubernetes job [default: jobset]."
 )
-@_pods
+@options.pods
 @options.settings()
 @options.chip()
 @options.plugins
@@ -237,28 +230,6 @@ def export_command(spec: Any, candidate: tuple[str, ...], target: str, output: s
         for file in exported.files:
             options.show(str(file), "path")
     for note in exported.notes:
-        options.say(f"flag: {note}")
-
-
-@click.command("manifest")
-@click.argument("where", type=click.Path(exists=True, path_type=Path), metavar="SPEC")
-@click.option("--kind", type=click.Choice(("jobset", "pytorchjob", "volcano")), required=True, help="Kind of the job.")
-@click.option("--image", required=True, help="Container image with flagcore.")
-@click.option("--name", help="Name of the job [default: name of the file or directory].")
-@_pods
-@options.raw_settings
-@options.chip()
-@options.plugins
-def manifest_command(where: Path, **given: Any) -> None:
-    """Write a Kubernetes job that tunes SPEC.
-
-    All files must have the same paths in the image or on the volume as on this machine.
-    """
-    from flagcore.report.formats import as_yaml
-
-    manifest, notes = api.manifest(where, **given)
-    options.show(as_yaml(manifest), "yaml")
-    for note in notes:
         options.say(f"flag: {note}")
 
 

@@ -6,14 +6,12 @@ implementation need not inherit from them.
 
 from flagcore.contracts.engine import Engine, HostSetup, Platform, Probes, commands_of, probes_of, unsupported
 from flagcore.contracts.exchange import (
-    CommandReader,
     Exporter,
     ExportJob,
     FindCandidate,
     HistoryReader,
     ImportedSpec,
     Importer,
-    ManifestWriter,
     PageWriter,
 )
 from flagcore.contracts.launcher import HeldHosts, HostCheck, Launcher, Network, RunningLaunch
@@ -37,7 +35,6 @@ __all__ = [
     "Bounds",
     "Choice",
     "CollectiveCosts",
-    "CommandReader",
     "Commands",
     "Costs",
     "Engine",
@@ -53,7 +50,6 @@ __all__ = [
     "Importer",
     "KernelCosts",
     "Launcher",
-    "ManifestWriter",
     "MemoryModel",
     "Network",
     "OnEvent",

@@ -1,8 +1,8 @@
 """Importers and exporters.
 
 An importer converts files of another tuner to a spec or to trials. Importers are registered in the entry point group
-`flagcore.importers`. A reader of commands converts what starts an engine; it is registered in `flagcore.readers`. An
-exporter writes files that start a candidate. A page writer shows a run, and is registered in `flagcore.pages`.
+`flagcore.importers`. An exporter writes files that start a candidate. A page writer shows a run, and is registered in
+`flagcore.pages`.
 """
 
 import os
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from flagcore.contracts.engine import Platform
-from flagcore.contracts.parts import Commands
 from flagcore.domain.chip import Chip
 from flagcore.domain.launch import Launch, ServerGroups
 from flagcore.domain.space import Axis, Candidate, KnobValue
@@ -56,25 +55,6 @@ class Importer(Protocol):
         """Return the configuration `name` in `directory`. Raises SpecError.
 
         `overrides`: changes of its keys, such as `a.b=c`. `chips`: a function that returns the chips of all plugins.
-        """
-
-
-class CommandReader(Protocol):
-    """Reads a command, or a file with one, that starts an engine."""
-
-    def read_command(
-        self,
-        engines: Mapping[str, Commands],
-        words: Sequence[str],
-        text: str,
-        model: str | None,
-        known: Callable[[], Sequence[str]],
-    ) -> ImportedSpec:
-        """Return the spec whose baseline is the command. Raises SpecError, UsageError.
-
-        `engines`: those that it may start. `words`: the command as one text or as several words, or the path of a file.
-        `text`: the content of the file in place of `words`. `model`: the path of the model if the command does not
-        contain it. `known`: returns the names of all engines whose commands can be read, for errors.
         """
 
 
@@ -182,19 +162,6 @@ class Exporter(Protocol):
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
         """Return the content of each exported file by its name. Raises UsageError if the target cannot run the job."""
-
-
-class ManifestWriter(Protocol):
-    """An optional interface of launchers that can write the manifest of a job in which flagcore itself runs."""
-
-    def manifest(
-        self, platform: Platform, spec: Path, *, name: str, options: Mapping[str, str], changes: Sequence[str]
-    ) -> tuple[dict[str, Any], list[str]]:
-        """Return the manifest of a job that tunes the spec of `platform`, and notes for the user.
-
-        `spec`: the path of the spec file. `options`: as in `ExportJob`. `changes`: further arguments of `flag tune`,
-        which change the spec.
-        """
 
 
 def comments(job: ExportJob) -> list[str]:

@@ -20,9 +20,6 @@ from flagcore.i18n import N_, _
 class HostCheck:
     """What is checked on each host before the first trial.
 
-    `report`: the command that prints the report of its host as JSON: `devices`, `versions`, `torch`, `busy`, and the
-    digest of each file that it gets as an argument as `files`. With the argument `watch`, it prints the telemetry of
-    the devices every second.
     `files`: files and folders that must be the same on all hosts.
     `variables`: the variables of trials, which may set the port at which hosts connect to the first host. None if hosts
     do not connect.
@@ -31,7 +28,6 @@ class HostCheck:
     address and port.
     """
 
-    report: Sequence[str]
     files: Sequence[str] = ()
     variables: Mapping[str, str] | None = None
     speed: Sequence[str] = ()

@@ -212,6 +212,11 @@ class Knob:
         return {"space", "setting"} <= set(self.scope)
 
     @property
+    def choosable(self) -> bool:
+        """Whether a space and a baseline may name the knob."""
+        return "space" in self.scope
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The name and the aliases."""
         return (self.name, *self.aliases)
@@ -309,22 +314,27 @@ def _parsed(knob: Knob, value: object) -> Any:
     if knob.effects:  # True must not match 1, although Python treats them as equal
         equal = (each for each in knob.values if each == value and isinstance(each, bool) == isinstance(value, bool))
         return next(equal, _INVALID)
-    if knob.kind == "int":
-        return _parsed_int(knob, value)
-    if knob.kind == "share":
-        return _parsed_share(value)
-    is_valid, result = False, value
-    if knob.kind == "word":
-        word = {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
-        result = str(knob.spellings.get(word, word))
-        is_valid = result in knob.words
-    elif knob.kind == "words":
-        items = value.replace(",", " ").split() if isinstance(value, str) else value
-        words = {str(knob.spellings.get(each, each)) for each in items} if isinstance(items, list) else set()
-        is_valid, result = bool(words) and words <= set(knob.words), ",".join(sorted(words))
-    else:
-        is_valid = isinstance(value, bool) if knob.kind == "flag" else bool(value) and isinstance(value, str)
-    return result if is_valid else _INVALID
+    return _PARSERS.get(knob.kind, _parsed_text)(knob, value)
+
+
+def _parsed_flag(_knob: Knob, value: object) -> Any:
+    return value if isinstance(value, bool) else _INVALID
+
+
+def _parsed_text(_knob: Knob, value: object) -> Any:
+    return value if value and isinstance(value, str) else _INVALID
+
+
+def _parsed_word(knob: Knob, value: object) -> Any:
+    word = {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+    word = str(knob.spellings.get(word, word))
+    return word if word in knob.words else _INVALID
+
+
+def _parsed_words(knob: Knob, value: object) -> Any:
+    items = value.replace(",", " ").split() if isinstance(value, str) else value
+    words = {str(knob.spellings.get(each, each)) for each in items} if isinstance(items, list) else set()
+    return ",".join(sorted(words)) if words and words <= set(knob.words) else _INVALID
 
 
 def _parsed_int(knob: Knob, value: object) -> Any:
@@ -338,12 +348,22 @@ def _parsed_int(knob: Knob, value: object) -> Any:
     return _INVALID if too_small or too_large else number
 
 
-def _parsed_share(value: object) -> Any:
+def _parsed_share(_knob: Knob, value: object) -> Any:
     try:
         number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
     except ValueError:
         return _INVALID
     return SHARES[max(1, round(number * len(SHARES))) - 1] if 0 < number <= 1 else _INVALID
+
+
+_PARSERS: Mapping[str, Callable[[Knob, object], Any]] = {
+    "flag": _parsed_flag,
+    "int": _parsed_int,
+    "share": _parsed_share,
+    "word": _parsed_word,
+    "words": _parsed_words,
+}
+"""The functions that convert a value of each kind of knob. Values of other kinds are texts."""
 
 
 def _suggestion(knob: Knob, value: object) -> str:

@@ -226,17 +226,16 @@ def classify(
     )
     lines = [line.strip() for line in printable if line.strip()]
     last = f"last line: {redact_text(lines[-1], known)[:LONGEST_REASON]}" if lines else "its log is empty"
-    if ended.ended_by == "timeout":
-        return TrialState.TIMED_OUT, f"still running after {ended.duration_s:.0f} s ({limit}); {last}"
-    if ended.ended_by == "memory":
-        peak = (ended.peak_memory_bytes or 0) / 2**30
-        return TrialState.OUT_OF_MEMORY, f"its processes used {peak:.2f} GiB, more than the memory budget"
-    if ended.ended_by == "host":
-        return TrialState.FAILED, redact_text(f"host {ended.detail}", known)[:LONGEST_REASON]
-    if ended.ended_by == "stopped":
-        return TrialState.FAILED, f"{ended.detail} was stopped by a signal (SIGSTOP) and did not continue"
-    if ended.ended_by in _ENDED_BY:
-        return _ENDED_BY[ended.ended_by]
+    peak = (ended.peak_memory_bytes or 0) / 2**30
+    causes = {
+        "timeout": (TrialState.TIMED_OUT, f"still running after {ended.duration_s:.0f} s ({limit}); {last}"),
+        "memory": (TrialState.OUT_OF_MEMORY, f"its processes used {peak:.2f} GiB, more than the memory budget"),
+        "host": (TrialState.FAILED, redact_text(f"host {ended.detail}", known)[:LONGEST_REASON]),
+        "stopped": (TrialState.FAILED, f"{ended.detail} was stopped by a signal (SIGSTOP) and did not continue"),
+        **_ENDED_BY,
+    }
+    if ended.ended_by in causes:
+        return causes[ended.ended_by]
     if found := first_match(lines, (*patterns, _FULL_DISK)):
         pattern, match = found
         line = redact_text(match.groupdict().get("reason") or match.string, known)[:LONGEST_REASON]

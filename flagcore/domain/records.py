@@ -66,14 +66,15 @@ def read_prediction(data: Mapping[str, Any]) -> Prediction:
     memory, is_training = in_bytes(data["memory"]), "limit" in data
     intervals: dict[str, Any] = {name: Interval(**data[name]) for name in INTERVALS if name in data}
     step = intervals.pop("step_time_s", None)
+    step_s, low_s, high_s = (step.value, step.low, step.high) if step else (None, None, None)
     served = {} if is_training else {name: each for name, each in data.items() if _is_figure(name, each)}
     cache = {name: figure for name, figure in memory.items() if name.startswith(CACHE)}
     sizes: dict[str, Any] = {name: memory.get(name) for name in (*MEMORY, "capacity_bytes", "fits", "worst_stage")}
     others = {name: data[name] for name in (*RATES, "limit", "reason") if name in data}
     return Prediction(
-        step_time_s=step.value if step else None,
-        low_s=step.low if step else None,
-        high_s=step.high if step else None,
+        step_time_s=step_s,
+        low_s=low_s,
+        high_s=high_s,
         time_s=data["time"] if is_training else {},
         **sizes,
         components={name: in_bytes(part) for name, part in memory.get("components", {}).items()},

@@ -146,7 +146,6 @@ class TrainSpec(Work):
     """Depths of multi-token prediction that are trained; null: those of an inline shape, or of a model's files if the
     engine trains them and there are no adapters."""
     untrained_depths: int | None = None
-    """Those of the model's files that the job is assumed not to train. None: nothing is assumed."""
 
     @property
     def step_samples(self) -> int:
@@ -156,6 +155,10 @@ class TrainSpec(Work):
     def step_tokens(self) -> int:
         tokens = self.lengths.tokens(self.seq_length) if self.lengths else self.seq_length
         return round(self.global_batch_size * tokens)
+
+    @property
+    def is_plain_training(self) -> bool:
+        return not (self.lengths or self.adapter)
 
     @property
     def missing(self) -> str:

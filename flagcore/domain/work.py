@@ -106,6 +106,16 @@ class Work:
         return self.has_steps and self.command is not None
 
     @property
+    def is_plain_training(self) -> bool:
+        """Whether it trains all weights on samples of equal length, as most published runs do."""
+        return False
+
+    @property
+    def untrained_depths(self) -> int | None:
+        """The depths of multi-token prediction that the job is assumed not to train. None: nothing is assumed."""
+        return None
+
+    @property
     def missing(self) -> str:
         """The key of the section without which the job can be predicted, but not run. Empty if there is none."""
         return ""

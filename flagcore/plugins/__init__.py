@@ -11,7 +11,6 @@ from flagcore.plugins.entry_points import (
     STRATEGIES,
     WATCHERS,
     benchmark,
-    command_reader,
     command_readers,
     engine_of,
     engines,

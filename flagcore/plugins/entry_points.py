@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from stevedore.named import NamedExtensionManager
 
-from flagcore.contracts import CommandReader, Engine, Importer, Launcher, PageWriter, Strategy, Watcher
+from flagcore.contracts import Engine, Importer, Launcher, PageWriter, Strategy, Watcher
 from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import RunEvent
 from flagcore.domain.work import Work
@@ -222,7 +222,6 @@ ENGINES = "flagcore.engines"
 LAUNCHERS = "flagcore.launchers"
 STRATEGIES = "flagcore.strategies"
 IMPORTERS = "flagcore.importers"
-READERS = "flagcore.readers"
 PAGES = "flagcore.pages"
 WATCHERS = "flagcore.watchers"
 BENCHMARKS = "flagcore.benchmarks"
@@ -234,7 +233,7 @@ JOBS = "flagcore.kinds"
 OVERLAYS = "flagcore.overlays"
 """A subclass of `LoadedPlugins` that adds what no plugin knows, such as the user's calibrations."""
 KINDS = {ENGINES: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
-KINDS |= {READERS: "reader", PAGES: "page writer", JOBS: "kind of job", OVERLAYS: "overlay"}
+KINDS |= {PAGES: "page writer", JOBS: "kind of job", OVERLAYS: "overlay"}
 """The noun that messages use for the objects of each entry point group."""
 
 
@@ -318,13 +317,13 @@ def engines(spec: Mapping[str, Any] | None = None) -> _Engines:
     needs = {re.split("[^a-z-]", each)[0] for each in _own_requirements() if "extra ==" not in each}
     own = {name for name, each in points.items() if any(name_of(origin(point)) in needs for point in each)}
     found = _Engines(dict.fromkeys(sorted(points, key=lambda name: (name not in own, name))))
-    train = (spec or {}).get("train")
+    train = (spec or {}).get(TrainSpec.kind)
     found.program = train.get("program") if isinstance(train, Mapping) else None
     return found
 
 
-def first_engine(kind: str) -> str:
-    """Return the name of the first installed engine of a kind, or an empty string if there is none."""
+def first_engine(kind: str = TrainSpec.kind) -> str:
+    """Return the name of the first installed engine of a kind of jobs, or an empty string if there is none."""
     return next((name for name in engines() if kind_of(name) == kind), "")
 
 
@@ -375,21 +374,11 @@ def importer(name: str | None = None) -> Importer:
     return importers[0]
 
 
-def command_reader() -> CommandReader:
-    """Return the reader of commands. Raises NoDevice if it is missing or cannot be loaded."""
-    return _first(READERS, CommandReader, "the reader of commands is not installed; install flagcore-importers")
-
-
 def page_writer() -> PageWriter:
     """Return what writes the page of a run. Raises NoDevice if it is missing or cannot be loaded."""
-    return _first(PAGES, PageWriter, "the page of a run cannot be written; install flagcore-page")
-
-
-def _first(group: str, protocol: Callable[..., T], missing: str) -> T:
-    """Return the first object in `group`. Raises NoDevice with the text `missing` if there is none."""
-    for name in names(group):
-        return _named(group, protocol, name, group)
-    raise NoDevice(missing)
+    for name in names(PAGES):
+        return _named(PAGES, PageWriter, name, PAGES)
+    raise NoDevice("the page of a run cannot be written; install flagcore-page")
 
 
 def overlay() -> Callable[..., Any] | None:

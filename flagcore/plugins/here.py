@@ -44,7 +44,7 @@ def target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ..
     """
     detected_devices = loaded.devices()
     known_chips = [chip for device in detected_devices if (chip := loaded.find_chip(device.chip))]
-    training_engine = first_engine("train")
+    training_engine = first_engine()
     if all(loaded.engine_support(chip, training_engine).shared_devices for chip in known_chips) and (
         unlisted := loaded.unlisted_chip()
     ):

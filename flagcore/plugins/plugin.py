@@ -85,10 +85,7 @@ def make_plugin(name: str, module: object, point: EntryPoint | None = None) -> P
     callers = manager.get_hookcallers(module) or []
     for caller in callers:
         if not caller.has_spec():  # manager.check_pending() also rejects such hooks, but without a suggestion
-            hooks_without_prefix = [hook.removeprefix("flagcore_") for hook in HOOKS]
-            similar = get_close_matches(caller.name.removeprefix("flagcore_"), hooks_without_prefix, n=1)
-            hint = f"did you mean flagcore_{similar[0]}?" if similar else f"the hooks are {', '.join(HOOKS)}"
-            raise BadPlugin(f"{caller.name} is not a hook; {hint}")
+            raise _unknown_hook(caller.name)
     if not callers:
         raise BadPlugin("implements no hooks; mark its functions with @hookimpl")
     return Plugin(
@@ -99,6 +96,14 @@ def make_plugin(name: str, module: object, point: EntryPoint | None = None) -> P
         hooks=tuple(sorted(caller.name for caller in callers)),
         manager=manager,
     )
+
+
+def _unknown_hook(name: str) -> BadPlugin:
+    """Return the error of a plugin that implements a hook that does not exist."""
+    hooks_without_prefix = [hook.removeprefix("flagcore_") for hook in HOOKS]
+    similar = get_close_matches(name.removeprefix("flagcore_"), hooks_without_prefix, n=1)
+    hint = f"did you mean flagcore_{similar[0]}?" if similar else f"the hooks are {', '.join(HOOKS)}"
+    return BadPlugin(f"{name} is not a hook; {hint}")
 
 
 HOOKS_WITH_OBJECTS = frozenset(

@@ -174,23 +174,28 @@ def _predicted(report: CandidateReport) -> Iterator[str]:
     elif bounds := predicted.objective or predicted.step:
         interval = _("(80%: {low} to {high})", low=shown(bounds.low), high=shown(bounds.high))
         yield _("Predicted: {value}", value=f"~{seconds_text(report.objective, step_s)} {interval}, {used}")
-    medians = [f"{latency_name(name[:-4])} {each:.3g} s" for name, each in median_latencies(predicted).items()]
-    if medians:
-        yield "  p50: " + ", ".join(medians)
-    if parts := [f"{_(part_name(part))} {seconds:.3g} s" for part, seconds in predicted.parts_s.items() if seconds]:
-        yield f"  {_('time of a request') if predicted.objective else _('time')}: " + ", ".join(parts)
-    shares = [(name, share) for name, share in predicted.figures.items() if name.endswith("_hit_rate") and share]
-    if shares:
-        yield "  " + ", ".join(f"{share:.1%} {_(NAMES['rates'][name])}" for name, share in shares)
-    sizes = ", ".join(f"{_(name)} {size / GIB:.3g}" for name, size in memory_parts(predicted).items())
-    yield f"  {_('memory')}: {sizes} GiB"
-    if layers := predicted.stage_layers:
-        yield "  " + _("Layers of each pipeline stage: {layers}", layers=layers_text(layers))
+    yield from (f"  {line}" for line in _parts(predicted))
     if report.believed is not None:
         seconds, chance = report.believed.step_time_s, report.believed.chance_to_fit
         value = seconds_text(report.objective, seconds)
         text = N_("Predicted after trials: ~{value}, probability of fitting in memory {chance:.0%}")
         yield _(text, value=value, chance=chance) + _gain(seconds, step_s)
+
+
+def _parts(predicted: Prediction) -> Iterator[str]:
+    """Yield the latencies, the parts of the time and of the memory, and the layers of each stage."""
+    medians = [f"{latency_name(name[:-4])} {each:.3g} s" for name, each in median_latencies(predicted).items()]
+    if medians:
+        yield "p50: " + ", ".join(medians)
+    if parts := [f"{_(part_name(part))} {seconds:.3g} s" for part, seconds in predicted.parts_s.items() if seconds]:
+        yield f"{_('time of a request') if predicted.objective else _('time')}: " + ", ".join(parts)
+    shares = [(name, share) for name, share in predicted.figures.items() if name.endswith("_hit_rate") and share]
+    if shares:
+        yield ", ".join(f"{share:.1%} {_(NAMES['rates'][name])}" for name, share in shares)
+    sizes = ", ".join(f"{_(name)} {size / GIB:.3g}" for name, size in memory_parts(predicted).items())
+    yield f"{_('memory')}: {sizes} GiB"
+    if layers := predicted.stage_layers:
+        yield _("Layers of each pipeline stage: {layers}", layers=layers_text(layers))
 
 
 def _gain(seconds: float | None, other: float | None) -> str:

@@ -198,52 +198,60 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
     yield _candidates_table(estimate), True
     yield "\n" + _recommended_text(estimate), True
     if estimate.expected_s:
-        factor = estimate.expected_s[0] / estimate.recommended["step_time_s"]["value"]
-        mean, low, high = (f"{each:.4g}" for each in estimate.expected_s)
-        text = N_(
-            "Expected: ~{mean} s/step (80%: {low} to {high}): published runs took {factor} times their plan on average."
-        )
-        other = N_(
-            "Expected: ~{mean} s/step (80%: {low} to {high}): published runs on other chips took {factor} times their "
-            "plan on average."
-        )
-        text = text if estimate.expected_here else other
-        yield "\n" + _(text, mean=mean, low=low, high=high, factor=f"{factor:.2f}"), False
+        yield "\n" + _expected_text(estimate, *estimate.expected_s), False
     if estimate.assumed:
         yield "\n" + assumed_text(estimate.assumed), True
     if bottleneck := bottleneck_text(read_prediction(estimate.recommended)):
         yield "\n" + bottleneck, False
-    lines = [record_line(_("baseline"), estimate.baseline, estimate.knobs)]
-    if estimate.defaults:
-        lines.append(record_line(_("engine defaults"), estimate.defaults, estimate.knobs))
-    if estimate.crowded:
-        lines.append(record_line(_("faster, but without a margin of memory"), estimate.crowded, estimate.knobs))
+    others = {
+        _("baseline"): estimate.baseline,
+        _("engine defaults"): estimate.defaults,
+        _("faster, but without a margin of memory"): estimate.crowded,
+    }
+    lines = [record_line(name, record, estimate.knobs) for name, record in others.items() if record]
     yield "\n" + "\n".join(lines) + "\n\n" + funnel(estimate.counts), False
     if estimate.mixing:
         yield "\n" + mixing_text(estimate.mixing, estimate.knobs), True
     if estimate.published:
         yield "\n" + _("Published runs on this chip that are nearest to this job:"), False
         yield published_table(estimate.published[:SHOWN_RUNS]), False
-    if ceiling := _ceiling_text(estimate):
-        yield ceiling, False
-    yield "\n" + _("Predicted {for_what}.", for_what=estimate.runs), False
-    if interval := interval_text(estimate.recommended, estimate.objective):
-        if not estimate.expected_s:  # one interval for one figure
-            yield interval, False
-        if estimate.unmodelled:
-            text = N_("The interval is wider because of settings that are not predicted: {names}.")
-            yield _(text, names=", ".join(estimate.unmodelled)), False
+    yield from ((text, False) for text in _notes(estimate) if text)
+
+
+def _expected_text(estimate: Estimate, mean: float, low: float, high: float) -> str:
+    """Return the seconds that a step is expected to take, with the experience from published runs behind it."""
+    factor = mean / estimate.recommended["step_time_s"]["value"]
+    text = N_(
+        "Expected: ~{mean} s/step (80%: {low} to {high}): published runs took {factor} times their plan on average."
+    )
+    other = N_(
+        "Expected: ~{mean} s/step (80%: {low} to {high}): published runs on other chips took {factor} times their "
+        "plan on average."
+    )
+    figures = {"mean": f"{mean:.4g}", "low": f"{low:.4g}", "high": f"{high:.4g}", "factor": f"{factor:.2f}"}
+    return _(text if estimate.expected_here else other, **figures)
+
+
+def _notes(estimate: Estimate) -> Iterator[str]:
+    """Yield how far an estimate can be trusted, and how long a search takes. Texts may be empty."""
+    yield _ceiling_text(estimate)
+    yield "\n" + _("Predicted {for_what}.", for_what=estimate.runs)
+    interval = interval_text(estimate.recommended, estimate.objective)
+    if not estimate.expected_s:  # one interval for one figure
+        yield interval
+    if interval and estimate.unmodelled:
+        text = N_("The interval is wider because of settings that are not predicted: {names}.")
+        yield _(text, names=", ".join(estimate.unmodelled))
     if estimate.search:
-        yield "flag tune: " + search_time_text(estimate.search), False
+        yield "flag tune: " + search_time_text(estimate.search)
     if estimate.untimed:
-        text = ngettext(
+        yield ngettext(
             "{count:,} candidate of {total:,} has no predicted time, and is listed last: {reason}.",
             "{count:,} candidates of {total:,} have no predicted time, and are listed last: {reason}.",
             estimate.untimed,
             total=estimate.counts.untried,
             reason=estimate.no_time,
         )
-        yield text, False
 
 
 SHOWN_RUNS = 3

@@ -9,7 +9,7 @@ from pathlib import Path
 from flagcore.domain.metrics import load_text
 from flagcore.domain.plan import DAY
 from flagcore.domain.spec import figure_name, objective_value, seconds
-from flagcore.domain.trial import ESTIMATE, RUN, Trial, TrialState
+from flagcore.domain.trial import ESTIMATE, RUN, Measurement, Trial, TrialState
 from flagcore.i18n import N_, _, ngettext
 from flagcore.report.blocks import Block, Cell, Facts, Table, Text, cell, table
 from flagcore.report.candidate_report import causes_text, differences_text, figure_pairs
@@ -215,15 +215,18 @@ def _step(run: RunData, best: Trial) -> Cell:
     text = f"{_mark(run)}{shown(value)} s"
     if low and high:
         text += " " + _("(80%: {low} to {high} s)", low=shown(low), high=shown(high))
-    if step and step.scaled_from is not None:
-        text += ", " + scaled_text(step.scaled_from, best.shortened)
-    elif step and step.modelled_s is not None:
+    return Cell(text + (_origin(best, step, has_interval=bool(low and high)) if step else ""), value)
+
+
+def _origin(best: Trial, step: Measurement, *, has_interval: bool) -> str:
+    """Return what a step time was derived from, or else its spread if it has no interval, to be appended to it."""
+    if step.scaled_from is not None:
+        return ", " + scaled_text(step.scaled_from, best.shortened)
+    if step.modelled_s is not None:
         modelled = N_("of which ~{seconds} s are predicted communication and waiting")
-        text += ", " + _(modelled, seconds=shown(step.modelled_s))
-    elif step and not (low and high):
-        steps = N_("(spread {spread} s over {count} steps)")
-        text += " " + _(steps, spread=shown(step.spread_s), count=len(step.step_times_s))
-    return Cell(text, value)
+        return ", " + _(modelled, seconds=shown(step.modelled_s))
+    steps = N_("(spread {spread} s over {count} steps)")
+    return "" if has_interval else " " + _(steps, spread=shown(step.spread_s), count=len(step.step_times_s))
 
 
 def _gain(run: RunData, best: Trial) -> Cell:
@@ -324,6 +327,12 @@ def _engines(run: RunData) -> Table:
     return table(_("Tuned engines"), [_("engine"), run.unit, _("stopped")], rows)
 
 
+def _second_best(run: RunData, best: Trial) -> Trial | None:
+    """Return the fastest measured trial of another candidate than the best, or None if there is none."""
+    others = [each for each in run.trials if each.candidate != best.candidate and run.median_s(each)]
+    return min(others, key=lambda each: run.median_s(each) or 0.0, default=None)
+
+
 def why(run: RunData) -> str:
     """Return why the best is faster than the baseline, or than the second-best if it is the baseline itself.
 
@@ -333,10 +342,8 @@ def why(run: RunData) -> str:
     if best is None or not run.trials:
         return ""
     if other is None or other.candidate == best.candidate:
-        other_trials = [each for each in run.trials if each.candidate != best.candidate and run.median_s(each)]
-        if not other_trials:
+        if (other := _second_best(run, best)) is None:
             return ""
-        other = min(other_trials, key=lambda each: run.median_s(each) or 0.0)
         name = _("the second-best (trial {number})", number=other.number)
     times = (run.median_s(other), run.median_s(best))
     if times[0] is None or times[1] is None or (run.fidelity == ESTIMATE and run.speedup is None):

@@ -392,22 +392,25 @@ def _slow_trials(plan: Plan) -> list[Message]:
     """Return a note on trials without enough time for all their steps, and one on what slowed the machine down."""
     trials = [each for each in (*plan.trials, *plan.repeats) if not each.source]
     cut = [each for each in trials if each.finished_steps_s or (each.measurement and each.measurement.few_steps)]
-    slow_notes = list[Message]()
-    if cut:
-        pairs = [(each.step_seen_s, each.predicted_step_s) for each in cut]
-        ratios = [seen / predicted for seen, predicted in pairs if seen and predicted]
-        numbers = {"count": len(cut), "of_count": len(trials)}
-        note = Message(N_("{count} of {of_count} trials had no time for all their steps"), **numbers)
-        if ratios:
-            text = N_("{note}; a step took {ratio:.2g} times as long as predicted (median)")
-            note = Message(text, note=note, ratio=median(ratios))
-        slow_notes.append(note)
-    readings = [each.measurement.telemetry if each.measurement else each.telemetry for each in trials]
+    slow_notes = [_cut_short(cut, len(trials))] if cut else []
+    readings = [(each.measurement or each).telemetry for each in trials]
     means = {name: fmean(each[name] for each in readings if name in each) for name in {*chain(*readings)}}
     if slow := list(disturbances(means)):
         what = reduce(lambda first, second: Message(N_("{first}; {second}"), first=first, second=second), slow)
         slow_notes.append(Message(N_("during trials, {what}: results may differ on an idle machine"), what=what))
     return slow_notes
+
+
+def _cut_short(trials: Sequence[Trial], of_count: int) -> Message:
+    """Return a note on trials without enough time for all their steps, with the median of seen over predicted times."""
+    note = Message(
+        N_("{count} of {of_count} trials had no time for all their steps"), count=len(trials), of_count=of_count
+    )
+    pairs = [(each.step_seen_s, each.predicted_step_s) for each in trials]
+    if ratios := [seen / predicted for seen, predicted in pairs if seen and predicted]:
+        text = N_("{note}; a step took {ratio:.2g} times as long as predicted (median)")
+        note = Message(text, note=note, ratio=median(ratios))
+    return note
 
 
 def at_load(text: str, load: str) -> str:

@@ -4,7 +4,7 @@ The cluster consists of identical nodes, or of groups of nodes with different ch
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -132,11 +132,16 @@ def _problem(name: str, pairs: Sequence[str], options: dict[str, str], before: S
     slots = options.get("slots", "1")
     if not re.fullmatch("[0-9]{1,7}", slots) or not 1 <= int(slots) <= MAX_DEVICES:
         return f"must give slots from 1 to {MAX_DEVICES}"
+    return _difference(options, before)
+
+
+def _difference(options: Mapping[str, str], before: Sequence[HostLine]) -> str:
+    """Return how a valid line of a host file contradicts those above it, or an empty string."""
     for key, has in (("slots", [line.slots is not None for line in before]), ("type", [bool(x.kind) for x in before])):
         if has and (key in options) != has[0]:
             return f"must have {key} if the other hosts have it, and only then"
     same_kind = [line for line in before if line.kind == options.get("type", "")]
-    if same_kind and "slots" in options and same_kind[0].slots != int(slots):
+    if same_kind and "slots" in options and same_kind[0].slots != int(options["slots"]):
         return UNEQUAL
     return ""
 
@@ -156,9 +161,13 @@ def cluster_of(cluster: ClusterSection | Literal["auto"], context: Context) -> C
     if unknown := [host for host in host_envs if host not in {line.host for line in lines}]:
         problem, fix = _("is not a host of cluster.hostfile"), _("use a name of cluster.hostfile, or remove it")
         raise join_errors([spec_error(("host_envs", each), problem, fix=fix) for each in unknown])
-    if cluster.groups is not None or len({line.kind for line in lines}) > 1:
-        groups = _groups(cluster, lines)
-        return replace(groups, users=users, wait_for_hosts=cluster.wait_for_hosts, host_envs=host_envs)
+    several_kinds = cluster.groups is not None or len({line.kind for line in lines}) > 1
+    found = _groups(cluster, lines) if several_kinds else _identical_nodes(cluster, lines, context)
+    return replace(found, users=users, wait_for_hosts=cluster.wait_for_hosts, host_envs=host_envs)
+
+
+def _identical_nodes(cluster: ClusterSection, lines: Sequence[HostLine], context: Context) -> ClusterSpec:
+    """Return a cluster of identical nodes: those of the host file `lines`, or as many as the section says."""
     numbers = dict[str, int]()
     if lines:
         usable = without_spares(lines, cluster.spares)
@@ -169,15 +178,8 @@ def cluster_of(cluster: ClusterSection | Literal["auto"], context: Context) -> C
         if key in cluster.model_fields_set and (value := getattr(cluster, key)) not in (number, AUTO):
             problem = _("must be {number}, as in {file}", number=number, file=cluster.hostfile)
             raise spec_error(key, problem, value=value, fix=_("leave it out"))
-    return replace(
-        _nodes(cluster.model_copy(update=numbers), ()),
-        hosts=tuple(line.host for line in lines),
-        users=users,
-        spares=cluster.spares,
-        min_nodes=cluster.min_nodes,
-        wait_for_hosts=cluster.wait_for_hosts,
-        host_envs=host_envs,
-    )
+    spec, hosts = _nodes(cluster.model_copy(update=numbers), ()), tuple(line.host for line in lines)
+    return replace(spec, hosts=hosts, spares=cluster.spares, min_nodes=cluster.min_nodes)
 
 
 def _slots(lines: Sequence[HostLine]) -> dict[str, int]:

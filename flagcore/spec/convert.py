@@ -42,10 +42,8 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
         raise join_errors(problems)
     try:
         spec = _spec_of(document, kinds)
-        if isinstance(spec.work, TrainSpec):
-            model, work = with_depths(spec.model, spec.work, data["model"], engines.get(spec.work.engine))
-            spec = replace(spec, model=model, work=work)
-        return spec
+        model, work = with_depths(spec.model, spec.work, data["model"], engines.get(spec.work.engine))
+        return replace(spec, model=model, work=work)
     except SpecError as error:
         problem_of_sections = error
     raise located(problem_of_sections, (), file)

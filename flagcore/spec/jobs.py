@@ -130,9 +130,7 @@ def read_job(line: Mapping[str, object], engines: Engines) -> JobRecord:
     engine = section.get("engine")
     knobs = knobs_of(engine, engines, f"{kind}.engine", kind=kind) if isinstance(engine, str) else ()
     record, fields = reader.read_record(line, data, section, knobs)
-    model = record.model
-    if isinstance(fields["work"], TrainSpec):
-        model, fields["work"] = with_depths(model, fields["work"], data["model"], engines.get(str(engine)))
+    model, fields["work"] = with_depths(record.model, fields["work"], data["model"], engines.get(str(engine)))
     cluster = {"chip", "devices", "devices_per_node", "nic_bytes_per_second", "cpus_per_node"}
     return JobRecord(id=record.id, model=model, **record.cluster.model_dump(include=cluster), **fields)
 
@@ -145,7 +143,7 @@ def read_record(
     line: Mapping[str, object], data: dict[str, Any], _section: Mapping[str, Any], knobs: tuple[Knob, ...]
 ) -> ReadRecord:
     """Return the validated training record of a line, and the fields of its `JobRecord`. Raises SpecError."""
-    sections = {"settings": "train", **dict.fromkeys((knob.name for knob in knobs), "candidate")}
+    sections = {"settings": TrainSpec.kind, **dict.fromkeys((knob.name for knob in knobs), "candidate")}
     reject_misplaced_keys(line, Record, sections)
     record = checked(_record_of(knobs), data)
     devices = record.cluster.devices or 0

@@ -51,7 +51,9 @@ def missing_engine(name: str, engines: Engines) -> str:
     return engines.missing(name) if isinstance(engines, Installable) else ""
 
 
-def knobs_of(name: str, engines: Engines, key: KeyPath | str, file: str = "", kind: str = "train") -> tuple[Knob, ...]:
+def knobs_of(
+    name: str, engines: Engines, key: KeyPath | str, file: str = "", kind: str = TrainSpec.kind
+) -> tuple[Knob, ...]:
     """Return the knobs of the engine `name`.
 
     `key`: the key of the spec that names the engine, for errors.
@@ -77,7 +79,7 @@ def space_section(knobs: Sequence[Knob], suffix: str) -> type[Section]:
     rows = [
         (knob, listed_type(_nullable_type(knob)), AUTO) if knob.searchable else (knob, _compared_type(knob), None)
         for knob in knobs
-        if knob.searchable or knob.comparable
+        if knob.choosable
     ]
     return section_of(f"Space{suffix}", doc, rows)
 
@@ -85,8 +87,8 @@ def space_section(knobs: Sequence[Knob], suffix: str) -> type[Section]:
 def baseline_section(knobs: Sequence[Knob], suffix: str) -> type[Section]:
     """Return the pydantic model of the section `baseline` for these knobs."""
     doc = "The baseline: a value for some or all knobs. Missing knobs are off or 1; DP uses the remaining devices."
-    listed = [knob for knob in knobs if knob.searchable or knob.comparable]
-    return section_of(f"Baseline{suffix}", doc, [(knob, _nullable_type(knob), None) for knob in listed])
+    rows = [(knob, _nullable_type(knob), None) for knob in knobs if knob.choosable]
+    return section_of(f"Baseline{suffix}", doc, rows)
 
 
 def candidate_section(knobs: Sequence[Knob]) -> type[Section]:
@@ -226,17 +228,9 @@ def value_type(knob: Knob) -> Any:
     on the chip, so the type includes any boolean, integer, string or null."""
     if knob.effects:
         return bool | int | str | None
-    number: Any = Annotated[int, Field(ge=-1 if knob.minimum is None else knob.minimum, le=knob.maximum or 2**31)]
     words: Any = (*knob.words, *knob.spellings)
-    if knob.kind == "int":
-        return number | Literal[words] if words else number
-    if knob.kind == "ints":
-        return Annotated[list[number], Field(min_length=1)]
-    if knob.kind == "number":
-        low: Any = {"ge": knob.minimum} if knob.exclusive_minimum is None else {"gt": knob.exclusive_minimum}
-        return Annotated[float, Field(**low, le=knob.maximum)]
-    if knob.kind == "share":
-        return Annotated[float, Field(gt=0, le=1)] | Annotated[str, Field(pattern=_SHARE, examples=["0.9"])]
+    if knob.kind in ("int", "ints", "number", "share"):
+        return _number_type(knob, words)
     if knob.kind == "words":
         return _word_list(Literal[knob.words or ("",)], knob)
     if knob.kind == "word" and words:
@@ -245,6 +239,19 @@ def value_type(knob: Knob) -> Any:
     if knob.kind == "flag":
         return bool
     return Annotated[str, Field(min_length=1, max_length=200 if knob.kind == "word" else int(knob.maximum or 4096))]
+
+
+def _number_type(knob: Knob, words: Any) -> Any:
+    """Return the type of the values of a numeric knob. `words`: those that stand for an integer."""
+    if knob.kind == "share":
+        return Annotated[float, Field(gt=0, le=1)] | Annotated[str, Field(pattern=_SHARE, examples=["0.9"])]
+    if knob.kind == "number":
+        low: Any = {"ge": knob.minimum} if knob.exclusive_minimum is None else {"gt": knob.exclusive_minimum}
+        return Annotated[float, Field(**low, le=knob.maximum)]
+    number: Any = Annotated[int, Field(ge=-1 if knob.minimum is None else knob.minimum, le=knob.maximum or 2**31)]
+    if knob.kind == "ints":
+        return Annotated[list[number], Field(min_length=1)]
+    return number | Literal[words] if words else number
 
 
 _SHARE = r"^(0?\.[0-9]{1,9}|1(\.0{1,9})?)$"

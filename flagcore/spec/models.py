@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -35,9 +35,6 @@ class Catalogue(Protocol):
 
     def similar_models(self, name: str) -> list[str]:
         """Return up to three public models that a name may mean. The organization does not matter."""
-
-    def table(self, words: Iterable[str]) -> list[dict[str, Any]]:
-        """Return one record per public model whose name contains all words: its shape, context and weights."""
 
 
 @cache

@@ -21,6 +21,7 @@ from flagcore.domain.lengths import Lengths
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Adapter, Control, Precision, Target, TrainSpec
 from flagcore.domain.units import Text, Word
+from flagcore.domain.work import Work
 from flagcore.i18n import _
 from flagcore.spec.clusters import ClusterSection, cluster_of
 from flagcore.spec.knobs import baseline_section, candidate_of, settings_of, settings_section, space_of, space_section
@@ -193,13 +194,15 @@ def command_of(command: list[str] | None, directory: str | None, context: Contex
     return {"command": tuple(command), "directory": str((context.base / (directory or ".")).resolve())}
 
 
-def with_depths(model: Model, train: TrainSpec, source: object, engine: Engine | None) -> tuple[Model, TrainSpec]:
+def with_depths(model: Model, train: Work, source: object, engine: Engine | None) -> tuple[Model, Work]:
     """Return the model with the depths of multi-token prediction that a job trains, and the job with those assumed.
 
-    `source`: the model as plain data. An inline shape states its depths. Files and public names state those of the
-    checkpoint, which programs for fine-tuning drop unless they are asked to train them. Raises SpecError for two
-    different numbers.
+    Jobs that do not train are not changed. `source`: the model as plain data. An inline shape states its depths. Files
+    and public names state those of the checkpoint, which programs for fine-tuning drop unless they are asked to train
+    them. Raises SpecError for two different numbers.
     """
+    if not isinstance(train, TrainSpec):
+        return model, train
     given, own = train.mtp_num_layers, model.mtp_num_layers
     is_shape = isinstance(source, Mapping) and "model_type" not in source
     stated = source.get("mtp_num_layers") if isinstance(source, Mapping) and is_shape else None

@@ -315,18 +315,25 @@ def _suggest_key(root: Schema, path: KeyPath) -> tuple[str, str]:
     if same_name:
         sections = _join_with_or([key_text(key[:-1]) for key in same_name[:2]])
         return _("it belongs under {section}", section=sections), ""
-    aliased = [key for key in section_keys if name.lower() in (*ALIASES.get(key, ()), *_initials(key))]
-    words = "[a-z0-9]*_".join(map(re.escape, re.split("[-_]", name.lower())))  # dist-opt: use_distributed_optimizer
-    shortened = [key for key in section_keys if re.search(f"(^|_){words}", key)]
-    aliased = aliased or (shortened if len(shortened) == 1 else [])
-    cutoff = 0.6 if max(map(len, section_keys), default=0) > 4 else 1.0  # short keys such as p50 are all similar
-    if close := aliased or difflib.get_close_matches(name, section_keys, n=1, cutoff=cutoff):
+    if close := _keys_like(name, section_keys):
         return _(DID_YOU_MEAN, name=close[0]), close[0]
     if close := difflib.get_close_matches(name, [str(key[-1]) for key in known], n=1, cutoff=0.8):
         suggestion = next(key for key in known if key[-1] == close[0])
         return _(DID_YOU_MEAN, name=key_text(suggestion)), close[0]
     listed = section_keys if len(section_keys) <= 20 else [*section_keys[:7], "...", *section_keys[-3:]]
     return _("known keys: {names}", names=", ".join(listed)), ""
+
+
+def _keys_like(name: str, keys: list[str]) -> list[str]:
+    """Return the keys that a name may mean: an alias, initials, the starts of their words, or similar letters."""
+    if aliased := [key for key in keys if name.lower() in (*ALIASES.get(key, ()), *_initials(key))]:
+        return aliased
+    words = "[a-z0-9]*_".join(map(re.escape, re.split("[-_]", name.lower())))  # dist-opt: use_distributed_optimizer
+    shortened = [key for key in keys if re.search(f"(^|_){words}", key)]
+    if len(shortened) == 1:
+        return shortened
+    cutoff = 0.6 if max(map(len, keys), default=0) > 4 else 1.0  # short keys such as p50 are all similar
+    return difflib.get_close_matches(name, keys, n=1, cutoff=cutoff)
 
 
 def _initials(key: str) -> tuple[str, ...]:
@@ -364,14 +371,19 @@ def _hint_of_text(value: str, options: list[Schema]) -> str:
         return _("write {value} without quotes", value=value)
     if low in (*YES, *NO) and "boolean" in types:
         return _("write {value} without quotes", value=YES[0] if low in YES else NO[0])
-    units = [unit for option in options for unit in option.get("units", ())]
-    if units and (amount := re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z/]+)", value)):
-        close_units = [unit for unit in units if unit.lower() == amount[2].lower()]
-        text = _("use a unit of {units}", units=", ".join(units))
-        return _(DID_YOU_MEAN, name=amount[1] + close_units[0]) if close_units else text
+    if hint := _hint_of_unit(value, [unit for option in options for unit in option.get("units", ())]):
+        return hint
     words = [word for option in options for word in option.get("enum", [option.get("const")]) if word]
     close = difflib.get_close_matches(value[:64].lower(), words, n=1)
     return _(DID_YOU_MEAN, name=close[0]) if close else ""
+
+
+def _hint_of_unit(value: str, units: list[str]) -> str:
+    amount = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z/]+)", value)
+    if not units or amount is None:
+        return ""
+    close = [unit for unit in units if unit.lower() == amount[2].lower()]
+    return _(DID_YOU_MEAN, name=amount[1] + close[0]) if close else _("use a unit of {units}", units=", ".join(units))
 
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$")]

@@ -292,23 +292,24 @@ def why_no_trial(context: SearchContext) -> Message | None:
     finish two steps in a trial, or if MAX_WITHOUT_STEP trials finished no step or hung. A search for servers ends if
     MAX_WITHOUT_STEP trials reached their time limit, and nothing is measured.
     """
-    task, control = context.task, context.task.spec.control
     trials = [trial for trial in context.trials if not trial.source]
     if not trials or not is_cut_short(trials[-1]):
         return None  # this function is called after every trial, so the cheap test comes first
-    if not task.spec.work.has_steps:
-        return _why_no_load(trials)
+    is_measured = any(trial.state is TrialState.MEASURED for trial in trials)
+    if not context.task.spec.work.has_steps:
+        return None if is_measured else _why_no_load(trials)
+    if not is_measured and sum(trial.silent_s > 0 for trial in trials) >= MAX_WITHOUT_STEP:
+        return _about(trials[-1], N_("trials hang after their first step; trial {number}: {reason}"))
+    return _why_no_steps(context, trials, is_measured)
+
+
+def _why_no_steps(context: SearchContext, trials: Sequence[Trial], is_measured: bool) -> Message | None:
+    """Return why no training trial has enough time for its steps, and what to change. Returns None if one has."""
+    task, control = context.task, context.task.spec.control
     last, start = trials[-1], overhead_seconds(context)
-    last_row = context.space.find(last.candidate)
-    rows = fastest_open_rows(context)
-    rows = rows if last_row is None else np.append(rows, last_row)
-    steps = expected_step_times(context, rows)
-    row, step = int(rows[np.argmin(steps)]), float(steps.min())
+    row, step = _shortest_step(context, last.candidate)
     seconds_left = math.inf if context.seconds_left is None else context.seconds_left
     limit = min(control.max_time_per_task or math.inf, seconds_left)
-    is_measured = any(trial.state is TrialState.MEASURED for trial in trials)
-    if not is_measured and sum(trial.silent_s > 0 for trial in trials) >= MAX_WITHOUT_STEP:
-        return _about(last, N_("trials hang after their first step; trial {number}: {reason}"))
     if len(trials) >= MAX_WITHOUT_STEP and not any(trial.step_seen_s for trial in trials):
         step = max(step, last.duration_s - start)
     faster = _faster_precision(task)
@@ -322,9 +323,22 @@ def why_no_trial(context: SearchContext) -> Message | None:
     fits = (limit - start) / control.train_iters
     if change := _shorter_steps(context, row, step, fits):
         changes.append(change)
-    if not changes:
-        return None  # the settings are long enough: only the rest of the search is too short
-    text = _about(last, N_("trial {number}: {reason}"))
+    # Without a change, the settings are long enough: only the rest of the search is too short.
+    return _too_little_time(last, causes, changes) if changes else None
+
+
+def _shortest_step(context: SearchContext, tried: Candidate) -> tuple[int, float]:
+    """Return the row of the open candidate, or of `tried`, with the shortest expected step, and its seconds."""
+    tried_row = context.space.find(tried)
+    rows = fastest_open_rows(context)
+    rows = rows if tried_row is None else np.append(rows, tried_row)
+    steps = expected_step_times(context, rows)
+    return int(rows[np.argmin(steps)]), float(steps.min())
+
+
+def _too_little_time(trial: Trial, causes: Sequence[str], changes: Sequence[str]) -> Message:
+    """Return a message on a trial that was cut short, what slowed it down, and alternative changes of the spec."""
+    text = _about(trial, N_("trial {number}: {reason}"))
     if causes:
         text = Message("{trial}; {why}", trial=text, why=joined(causes, N_("{first}; {second}")))
     changes_text = joined(changes, N_("{first}, or {second}"))
@@ -333,7 +347,7 @@ def why_no_trial(context: SearchContext) -> Message | None:
 
 def _why_no_load(trials: Sequence[Trial]) -> Message | None:
     timed_out = [trial for trial in trials if trial.state is TrialState.TIMED_OUT]
-    if len(timed_out) < MAX_WITHOUT_STEP or any(trial.state is TrialState.MEASURED for trial in trials):
+    if len(timed_out) < MAX_WITHOUT_STEP:
         return None
     longest = max(timed_out, key=lambda trial: trial.duration_s)  # its reason has the best estimate of the needed time
     return _about(longest, N_("trials have too little time to send their load; trial {number}: {reason}"))

@@ -215,13 +215,23 @@ def engine_legality(task: Task, rules_of: _RulesOf, merges_of: _MergesOf) -> tup
     ]
     _require_possible(task, knobs, variants)
     axes = [plugin_axis(task, knob) for knob in knobs]
-    rules, merges = [], []
+    return _joined_rules(axes, variants), _joined_merges(axes, variants)
+
+
+def _joined_rules(axes: Sequence[Axis], variants: Sequence[_Variant]) -> tuple[Rule, ...]:
+    """Return the rules of all variants. One that several variants have is one rule."""
+    rules = []
     for key in dict.fromkeys(key for each in variants for key in each.rules):
         cases = {each.values: each.rules.get(key) for each in variants if each.error is None or key in each.rules}
         rules.append(_rule(axes, cases))
-    for name in dict.fromkeys(name for each in variants for name in each.merges):
-        merges.append(_merge(axes, {each.values: each.merges.get(name) for each in variants if each.error is None}))
-    return tuple(rules), tuple(merges)
+    return tuple(rules)
+
+
+def _joined_merges(axes: Sequence[Axis], variants: Sequence[_Variant]) -> tuple[Merge, ...]:
+    """Return the merges of all legal variants. One that several variants have is one merge."""
+    legal = [each for each in variants if each.error is None]
+    names = dict.fromkeys(name for each in legal for name in each.merges)
+    return tuple(_merge(axes, {each.values: each.merges.get(name) for each in legal}) for name in names)
 
 
 def _variant(task: Task, rules_of: _RulesOf, merges_of: _MergesOf, knobs: Sequence[Knob], values: _Values) -> _Variant:
@@ -327,12 +337,17 @@ def _are_equal(first: object, second: object) -> bool:
 
     Functions are equal if they have the same code and equal closures.
     """
-    if isinstance(first, (Rule, Merge)) and isinstance(second, (Rule, Merge)):
-        functions = [each.broken if isinstance(each, Rule) else each.canonical for each in (first, second)]
-        return _are_equal(*functions)
-    if isinstance(first, MethodType) and isinstance(second, MethodType):
-        return first.__func__ is second.__func__ and bool(first.__self__ == second.__self__)
-    if isinstance(first, FunctionType) and isinstance(second, FunctionType):
-        cells = zip(first.__closure__ or (), second.__closure__ or (), strict=False)
-        return first.__code__ is second.__code__ and all(_are_equal(a.cell_contents, b.cell_contents) for a, b in cells)
-    return first is second or (type(first) is type(second) and bool(first == second))
+    if first is second or type(first) is not type(second):
+        return first is second
+    match first, second:
+        case Rule(), Rule():
+            return _are_equal(first.broken, second.broken)
+        case Merge(), Merge():
+            return _are_equal(first.canonical, second.canonical)
+        case MethodType(), MethodType():
+            return first.__func__ is second.__func__ and bool(first.__self__ == second.__self__)
+        case FunctionType(), FunctionType():
+            cells = zip(first.__closure__ or (), second.__closure__ or (), strict=False)
+            equal_cells = (_are_equal(a.cell_contents, b.cell_contents) for a, b in cells)
+            return first.__code__ is second.__code__ and all(equal_cells)
+    return bool(first == second)

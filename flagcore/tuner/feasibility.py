@@ -121,6 +121,11 @@ def _smallest_text(problem: Problem, rows: IntArray) -> str:
     )
 
 
+def caveat_text(problem: Problem) -> str:
+    """Return a line if every candidate exceeds a limit, or if only the baseline fits, or does not. Otherwise, empty."""
+    return unmet_text(problem) or only_baseline_text(problem) or crowded_baseline_text(problem)
+
+
 def unmet_text(problem: Problem) -> str:
     """Return a line about the candidate nearest to the limits; empty if one meets them, or none fits."""
     task, predictions = problem.task, problem.predictions

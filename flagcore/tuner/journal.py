@@ -93,13 +93,7 @@ class Journal:
             is_next, self.run = self.run == name or not (self.run or self.created), self.run or name
             return is_next and bool(entry["directions"])
         if operation == CREATE_TRIAL:
-            attributes = {"number": len(self.created), **entry["user_attrs"]}
-            number, expected = self._number(attributes["number"], place), 1 + (self.created or [-1])[-1]
-            if number in self._starts or entry["study_id"] != 0:
-                return False
-            self.created.append(number)
-            self._starts[number] = attributes
-            return number >= expected and number not in self._ends and bool(self.run)
+            return self._start(entry, place)
         if operation in OTHERS:
             return True
         number = self._number(entry["trial_id"], place)
@@ -113,6 +107,16 @@ class Journal:
             raise ValueError(operation)
         self._closed.add(number)
         return is_next
+
+    def _start(self, entry: Mapping[str, Any], place: int) -> bool:
+        """Add the start of a trial, unless it is doubled. Return whether it is the next trial of this run."""
+        attributes = {"number": len(self.created), **entry["user_attrs"]}
+        number, expected = self._number(attributes["number"], place), 1 + (self.created or [-1])[-1]
+        if number in self._starts or entry["study_id"] != 0:
+            return False
+        self.created.append(number)
+        self._starts[number] = attributes
+        return number >= expected and number not in self._ends and bool(self.run)
 
     def _number(self, number: object, place: int) -> int:
         if type(number) is not int or not 0 <= number < len(self.created) + MAX_GAP:

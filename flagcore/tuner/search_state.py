@@ -333,8 +333,7 @@ def count(space: Space, pruned: Pruned, search_state: SearchState) -> Counts:
 def speedup(search_state: SearchState) -> Speedup | None:
     """Return the speedup of the best over the baseline. None if one of them has no measurement of whole steps.
 
-    A round is a run of the baseline and the first run of the best after it and before the next run of the baseline,
-    both of those that count. Without such runs, there is one round with all of them.
+    Without rounds of runs that count, there is one round with all of these.
     """
     best, baseline = search_state.best, search_state.baseline
     if best is None or baseline is None:
@@ -346,11 +345,15 @@ def speedup(search_state: SearchState) -> Speedup | None:
     if not (baseline_runs and best_runs) or any(each.source or not each.is_final for each in runs):
         return None
     value = search_state.speed_of(best.candidate) / search_state.speed_of(baseline.candidate) - 1.0
+    is_rival = baseline.candidate in {each.candidate for each in search_state.rivals}
+    return Speedup.of(value, _rounds(baseline_runs, best_runs) or [value], is_significant=not is_rival)
+
+
+def _rounds(baseline_runs: Sequence[Trial], best_runs: Sequence[Trial]) -> list[float]:
+    """Return the speedup in each round: a run of the baseline, and the first run of the best before the next one."""
     ends = (*(run.number for run in baseline_runs[1:]), math.inf)
-    rounds = [
+    return [
         best_run.speed / run.speed - 1.0
         for run, end in zip(baseline_runs, ends, strict=True)
         if (best_run := next((each for each in best_runs if run.number < each.number < end), None))
     ]
-    is_rival = baseline.candidate in {each.candidate for each in search_state.rivals}
-    return Speedup.of(value, rounds or [value], is_significant=not is_rival)

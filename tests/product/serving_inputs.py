@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 from flagcore_serving.model.iteration import IterationCosts, iteration_costs
 from flagcore_serving.model.work import Overheads, Serving
-from flagcore_serving.space.settings import TIERS, Settings
+from flagcore_serving.space.settings import USUAL, Settings
 
 from flagcore.contracts import Costs
 from flagcore.domain.chip import Fact
@@ -59,26 +59,18 @@ OVER = Overheads(
 def settings(**arguments: object) -> Settings:
     """Settings of one device, but for what is given: one candidate each element of the longest list."""
     values: dict[str, object] = {
+        **USUAL,
         **dict.fromkeys(("instances", "tensor", "pipeline", "data", "expert"), 1),
         "max_running": 256,
         "max_batched_tokens": 8192,
         "pass_tokens": 1e9,
         "block_size": 16,
         "context_len": 2048,
-        "chunked": 1,
         "graph_tokens": 512,
         "prefix_caching": 0,
         "memory_fraction": 0.9,
         "cache_element_bytes": 2.0,
-        "state_slots": 1,
-        **dict.fromkeys(("cache_bytes", "graph_bytes", "host_s", "whole", "direct"), np.nan),
-        **dict.fromkeys(("drafted", "scheme", "draft_host_s", "copies", "least_cache"), 0),
-        **dict.fromkeys(("offloaded", "state_share", "host_ratio"), 0),
-        **{f"{tier}_cache": 0.0 for tier in TIERS},
-        "writes_through": True,
-        **dict.fromkeys(("adapter_slots", "adapter_rank", "adapters_on_host", "experts_on_host"), 0.0),
-        **dict.fromkeys(("mixed_chunks", "exchanges", "overlaps", "balanced", "quantized", "encodes"), False),
-        **dict.fromkeys(("on_device", "crowding", "sharing"), 1.0),
+        "sharing": 1.0,
         **arguments,
     }
     rows = max(np.size(value) for value in values.values())

@@ -28,6 +28,7 @@ from flagcore_serving.space.rules import (
     context_rules,
     forbidden,
     ignoring,
+    rule,
     same_as_unset,
     speculation_rules,
     split_rules,
@@ -39,7 +40,7 @@ from flagcore.domain.launch import PORT
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, NoDevice
-from flagcore.i18n import Message
+from flagcore.i18n import N_
 from flagcore_llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 
 PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"
@@ -59,20 +60,6 @@ processes on two cores took 2.5 times longer per iteration; with threads that sl
 cores. With this value, the server was as fast as the better of both settings in each case (xllamacpp, two threads, 4
 and 16 sequences)."""
 PACKAGE = "xllamacpp"
-
-
-NAMES = {
-    "BATCH_THREADS": BATCH_THREADS,
-    "CONTEXT": CONTEXT,
-    "HOST_EXPERTS": HOST_EXPERTS,
-    "INSTANCES": INSTANCES,
-    "N_BATCH": N_BATCH,
-    "N_UBATCH": N_UBATCH,
-    "PARALLEL": PARALLEL,
-    "SLOT_GRAIN": SLOT_GRAIN,
-    "THREADS": THREADS,
-}
-"""The names of knobs in messages of rules, by their fields."""
 
 
 class LlamaProgram(Program):
@@ -236,16 +223,13 @@ def _int(value: EngineArg) -> int | None:
 
 def _slot_context(task: Task, total: int) -> Rule:
     longest = longest_request(task)
-    return Rule(
-        name="slot_context",
-        knobs=(PARALLEL, UNIFIED),
-        message=Message(
-            "ctx-size = {total} over {PARALLEL} slots must be at least {longest} per slot, the longest request",
-            **NAMES,
-            total=total,
-            longest=longest,
-        ),
-        broken=lambda c: slot_share(c, total) < longest,
+    return rule(
+        "slot_context",
+        (PARALLEL, UNIFIED),
+        N_("ctx-size = {total} over parallel slots must be at least {longest} per slot, the longest request"),
+        lambda c: slot_share(c, total) < longest,
+        total=total,
+        longest=longest,
     )
 
 
@@ -313,6 +297,7 @@ class LlamaCpp(ServingEngine):
         return Settings.of(
             task,
             values,
+            PROGRAM,
             devices=devices,
             max_running=slots,
             max_batched_tokens=batch,
@@ -320,7 +305,6 @@ class LlamaCpp(ServingEngine):
             context_len=slot_share(values, total) if total else context,
             graph_tokens=np.full_like(devices, GRAPH_TOKENS),
             cache_bytes=pool * cache_bytes_per_token(task.spec.model, 1.0) * element / devices,
-            cache_element_bytes=element,
             on_device=np.where(values[LAYERS] < 0, 1.0, np.minimum(values[LAYERS] / all_layers, 1.0)),
             experts_on_host=_host_experts(task, values),
             host_cache=np.full(devices.shape, host_cache_mib(task) * 2.0**20),
@@ -342,49 +326,40 @@ class LlamaCpp(ServingEngine):
         return (
             *split_rules(task, attention_and_experts=False),
             *forbidden(task, PROGRAM),
-            Rule(
-                name="batch_holds_slots",
-                knobs=(PARALLEL, N_BATCH),
-                message=Message("{N_BATCH} must be at least {PARALLEL}, or llama.cpp aborts", **NAMES),
-                broken=lambda c: (c[N_BATCH] > 0) & (c[N_BATCH] < or_default(c[PARALLEL], AUTO_SLOTS)),
+            rule(
+                "batch_holds_slots",
+                (PARALLEL, N_BATCH),
+                N_("batch_size must be at least parallel, or llama.cpp aborts"),
+                lambda c: (c[N_BATCH] > 0) & (c[N_BATCH] < or_default(c[PARALLEL], AUTO_SLOTS)),
             ),
-            Rule(
-                name="ubatch_in_batch",
-                knobs=(N_BATCH, N_UBATCH),
-                message=Message(
-                    "{N_UBATCH} must not exceed {N_BATCH} (default {default})",
-                    **NAMES,
-                    default=PROGRAM.defaults[N_BATCH],
-                ),
-                broken=lambda c: c[N_UBATCH] > PROGRAM.values(c, N_BATCH),
+            rule(
+                "ubatch_in_batch",
+                (N_BATCH, N_UBATCH),
+                N_("ubatch_size must not exceed batch_size (default {default})"),
+                lambda c: c[N_UBATCH] > PROGRAM.values(c, N_BATCH),
+                default=PROGRAM.defaults[N_BATCH],
             ),
-            Rule(
-                name="threads_on_cores",
-                knobs=(INSTANCES, THREADS, BATCH_THREADS),
-                message=Message(
-                    "{THREADS} (and {BATCH_THREADS}) x {INSTANCES} must not exceed the {cards} cores",
-                    **NAMES,
-                    cards=hardware.cards,
-                ),
-                broken=lambda c: (
-                    (np.maximum(c[THREADS], c[BATCH_THREADS]) > hardware.share(c[INSTANCES])) & hardware.on_cores
-                ),
+            rule(
+                "threads_on_cores",
+                (INSTANCES, THREADS, BATCH_THREADS),
+                N_("threads (and threads_batch) x {INSTANCES} must not exceed the {cards} cores"),
+                lambda c: (np.maximum(c[THREADS], c[BATCH_THREADS]) > hardware.share(c[INSTANCES])) & hardware.on_cores,
+                cards=hardware.cards,
             ),
             *context_rules(task),
-            Rule(
-                name="context_grain",
-                knobs=(CONTEXT,),
-                message=Message(
-                    "{CONTEXT} must be a multiple of {SLOT_GRAIN}, to which llama.cpp rounds it up", **NAMES
-                ),
-                broken=lambda c: c[CONTEXT] % SLOT_GRAIN != 0,
+            rule(
+                "context_grain",
+                (CONTEXT,),
+                N_("{CONTEXT} must be a multiple of {grain}, to which llama.cpp rounds it up"),
+                lambda c: c[CONTEXT] % SLOT_GRAIN != 0,
+                grain=SLOT_GRAIN,
             ),
             *((_slot_context(task, total),) if total else ()),
-            Rule(
-                name="host_experts",
-                knobs=(HOST_EXPERTS,),
-                message=Message("{HOST_EXPERTS} must be 0 for a model without experts", **NAMES),
-                broken=lambda c: (c[HOST_EXPERTS] > 0) & (task.spec.model.experts == 0),
+            rule(
+                "host_experts",
+                (HOST_EXPERTS,),
+                N_("n_cpu_moe must be 0 for a model without experts"),
+                lambda c: (c[HOST_EXPERTS] > 0) & (task.spec.model.experts == 0),
             ),
             *speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "spec-draft-model", "draft-mtp"),
         )

@@ -15,14 +15,14 @@ from flagcore_serving.space.flags import as_words
 from flagcore_serving.space.hardware import DP, EP, TP, Hardware, count
 from flagcore_serving.space.knobs import EAGER, or_default
 from flagcore_serving.space.program import Program
-from flagcore_serving.space.rules import context_rules, forbidden, same_as_unset, split_rules
+from flagcore_serving.space.rules import context_rules, forbidden, rule, split_rules
 from flagcore_serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore_serving.space.weights import weight_bytes
 
 from flagcore.domain.launch import PORT
-from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Task
-from flagcore.i18n import Message
+from flagcore.i18n import N_
 
 BACKEND, BATCH, BLOCK = "backend", "max_batch_size", "block_size"
 CACHE, PREFILL = "cache_max_entry_count", "max_prefill_token_num"
@@ -31,10 +31,6 @@ DEFAULT_CACHE = 0.8
 
 PROGRAM = Program.read("flagcore_lmdeploy")
 PYTORCH = PROGRAM.code(BACKEND, "pytorch")
-
-
-NAMES = {"BLOCK": BLOCK, "DP": DP, "EP": EP, "TP": TP}
-"""The names of knobs in messages of rules, by their fields."""
 
 
 def _default_batch(task: Task) -> int:
@@ -73,9 +69,6 @@ class Lmdeploy(ServingEngine):
     modules: Mapping[str, str] = {"lmdeploy": "lmdeploy>=0.18,<0.19"}
     untested = "support was written from the documentation, and no trial has run; predicted times include only kernels"
 
-    def merges(self, task: Task) -> tuple[Merge, ...]:
-        return tuple(same_as_unset(PROGRAM))
-
     def settings(self, task: Task, columns: Columns) -> Settings:
         """Return LMDeploy's effective settings for each candidate."""
         values = PROGRAM.columns(task, columns)
@@ -85,13 +78,13 @@ class Lmdeploy(ServingEngine):
         return Settings.of(
             task,
             values,
+            PROGRAM,
             max_running=np.maximum(batch // values[DP].clip(1), 1),
             max_batched_tokens=prefill,
             pass_tokens=np.where(pytorch, prefill, np.minimum(or_default(values[PER_ITERATION], 1 << 40), prefill)),
             block_size=PROGRAM.values(values, BLOCK),
             graph_tokens=np.where(pytorch & (values[EAGER] == 0), GRAPH_TOKENS, 0),
             cache_bytes=_cache_bytes(task, values, prefill + 2 * batch),
-            cache_element_bytes=PROGRAM.element_bytes(values),
         )
 
     def server(self, task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
@@ -110,29 +103,19 @@ class Lmdeploy(ServingEngine):
         return (
             *split_rules(task, attention_and_experts=True, pipeline=False),
             *forbidden(task, PROGRAM),
-            Rule(
-                name="tensor_power_of_two",
-                knobs=(TP,),
-                message=Message("{TP} must be a power of two", **NAMES),
-                broken=lambda c: c[TP] & (c[TP] - 1) != 0,
+            rule("tensor_power_of_two", (TP,), N_("{TP} must be a power of two"), lambda c: c[TP] & (c[TP] - 1) != 0),
+            rule(
+                "expert_parallel",
+                (TP, DP, EP),
+                N_("{EP} must be a multiple of {DP}, and divide {TP} x {DP} and the {experts} experts"),
+                lambda c: (c[EP] > 1) & _splits_experts_unevenly(c, experts),
+                experts=experts,
             ),
-            Rule(
-                name="expert_parallel",
-                knobs=(TP, DP, EP),
-                message=Message(
-                    "{EP} must be a multiple of {DP}, and divide {TP} x {DP} and the {experts} experts",
-                    **NAMES,
-                    experts=experts,
-                ),
-                broken=lambda c: (c[EP] > 1) & _splits_experts_unevenly(c, experts),
-            ),
-            Rule(
-                name="block_size",
-                knobs=(BACKEND, BLOCK),
-                message=Message(
-                    "{BLOCK} must be a multiple of 32 with TurboMind, and a power of two from 16 with PyTorch", **NAMES
-                ),
-                broken=lambda c: (
+            rule(
+                "block_size",
+                (BACKEND, BLOCK),
+                N_("block_size must be a multiple of 32 with TurboMind, and a power of two from 16 with PyTorch"),
+                lambda c: (
                     (c[BLOCK] > 0)
                     & np.where(
                         c[BACKEND] == PYTORCH, (c[BLOCK] < 16) | (c[BLOCK] & (c[BLOCK] - 1) != 0), c[BLOCK] % 32 != 0

@@ -33,7 +33,6 @@ from flagcore_megatron.space import knobs as knob_rows
 from flagcore_megatron.space import meshes, options, production
 from flagcore_megatron.space import rules as legality
 from flagcore_megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
-from flagcore_megatron.space.merges import merges
 from flagcore_megatron.space.meshes import CP, DP, EP, PP, SP, TP
 from flagcore_megatron.space.rules import DIST_OPT, RECOMPUTE
 from flagcore_megatron.space.setting_rules import settings_with_rules
@@ -116,7 +115,7 @@ class Megatron(Engine):
         return with_meshes(task, (*legality.rules(task), *of_settings))
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
-        return merges_with_meshes(task, merges(task))
+        return merges_with_meshes(task, legality.merges(task))
 
     def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
         return knob_rows.columns(task, values)

@@ -6,8 +6,8 @@ Sources: Megatron-LM core_v0.16 `training/training.py` (`training_log`), `traini
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -48,20 +48,27 @@ class LoggedStep:
     skipped: bool
 
 
-@dataclass(slots=True)
 class MegatronLog:
     """The metrics of one run: its steps by iteration, the maximum peak bytes of all ranks, and printed arguments.
 
-    `unusable`: the logged times in milliseconds that are no finite numbers above 0, by iteration. `note`: the log whose
-    end was not read, if any.
+    `unusable`: the logged times in milliseconds that are no finite numbers above 0, by iteration.
     """
 
-    steps: dict[int, LoggedStep] = field(default_factory=dict)
-    unusable: dict[int, str] = field(default_factory=dict)
-    note: str = ""
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    arguments: dict[str, str] = field(default_factory=dict)
+    def __init__(self, folder: str) -> None:
+        self.steps: dict[int, LoggedStep] = {}
+        self.unusable: dict[int, str] = {}
+        self.peak_allocated_bytes: int | None = None
+        self.peak_reserved_bytes: int | None = None
+        self.arguments: dict[str, str] = {}
+        self.files = LogFiles(folder, self._add)
+
+    def __call__(self) -> tuple[float, ...]:
+        """Read on, and return `step_times_s`.
+
+        If no time is usable, the times are infinite, so that the trial ends after its steps.
+        """
+        self.files.read()
+        return tuple(self.step_times_s) or (math.inf,) * len(self.unusable)
 
     @property
     def step_times_s(self) -> list[float]:
@@ -73,31 +80,28 @@ class MegatronLog:
         """The logged losses of all steps; None for a loss that is not finite."""
         return [loss for step in self.steps.values() for loss in step.losses]
 
+    def _add(self, line: str) -> None:
+        """Read one line. If several ranks print an iteration, it is added only once."""
+        if step := ITERATION.search(line):
+            milliseconds = finite_number(step[2]) or 0.0
+            if step[1].isdecimal() and milliseconds > 0.0:
+                self.steps.setdefault(int(step[1]), _step(line, milliseconds / 1000))
+            elif step[1].isdecimal():
+                self.unusable.setdefault(int(step[1]), step[2])
+        elif memory := MEMORY.search(line):
+            allocated, reserved = finite_number(memory[2]), finite_number(memory[3])
+            if allocated is not None and reserved is not None and max(allocated, reserved) < MAX_MIB:
+                self.peak_allocated_bytes = max(self.peak_allocated_bytes or 0, int(allocated * MIB))
+                self.peak_reserved_bytes = max(self.peak_reserved_bytes or 0, int(reserved * MIB))
+        elif argument := ARGUMENT.match(line):
+            self.arguments.setdefault(argument[1], argument[2])
+
 
 def read_logs(folder: str) -> MegatronLog:
-    """Return the metrics in the logs of a trial."""
-    log = MegatronLog()
-    files = LogFiles(folder, partial(_read_line, log))
-    files.read(unfinished=True)
-    log.note = files.note
+    """Return the metrics in the logs of a trial that has ended."""
+    log = MegatronLog(folder)
+    log.files.read(unfinished=True)
     return log
-
-
-def _read_line(log: MegatronLog, line: str) -> None:
-    """Add one line to `log`. If several ranks print an iteration, it is added only once."""
-    if step := ITERATION.search(line):
-        milliseconds = finite_number(step[2]) or 0.0
-        if step[1].isdecimal() and milliseconds > 0.0:
-            log.steps.setdefault(int(step[1]), _step(line, milliseconds / 1000))
-        elif step[1].isdecimal():
-            log.unusable.setdefault(int(step[1]), step[2])
-    elif memory := MEMORY.search(line):
-        allocated, reserved = finite_number(memory[2]), finite_number(memory[3])
-        if allocated is not None and reserved is not None and max(allocated, reserved) < MAX_MIB:
-            log.peak_allocated_bytes = max(log.peak_allocated_bytes or 0, int(allocated * MIB))
-            log.peak_reserved_bytes = max(log.peak_reserved_bytes or 0, int(reserved * MIB))
-    elif argument := ARGUMENT.match(line):
-        log.arguments.setdefault(argument[1], argument[2])
 
 
 def _step(line: str, seconds: float) -> LoggedStep:
@@ -112,22 +116,7 @@ def steps(task: Task, folder: str) -> Steps:
     """Return the steps of a running trial. A user's command is stopped after those of the trial."""
     if task.spec.train.command is None:
         return Steps(partial(program_progress, folder))
-    return Steps(command_progress(folder), limit=task.spec.control.train_iters)
-
-
-def command_progress(folder: str) -> Callable[[], tuple[float, ...]]:
-    """Return a function that returns the seconds of the steps that a user's command has logged. Lines are read once.
-
-    If no time is usable, the times are infinite, so that the trial ends after its steps.
-    """
-    log = MegatronLog()
-    files = LogFiles(folder, partial(_read_line, log))
-
-    def seconds() -> tuple[float, ...]:
-        files.read()
-        return tuple(log.step_times_s) or (math.inf,) * len(log.unusable)
-
-    return seconds
+    return Steps(MegatronLog(folder), limit=task.spec.control.train_iters)
 
 
 def read(task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
@@ -147,11 +136,10 @@ def _read_command(task: Task, candidate: Candidate, folder: str) -> Measurement:
     log = read_logs(folder)
     steps = list(log.steps.values())
     if not steps and (stated := next(iter(log.unusable.values()), None)):
-        raise NoMetrics(f"unusable step time: the log states {stated} ms, not a finite number above 0{log.note}")
+        raise NoMetrics(f"unusable step time: the log states {stated} ms, not a finite number above 0{log.files.note}")
     if not steps:
-        raise NoMetrics(f"no line of the log has the time of an iteration{log.note}")
-    warmup = warmup_steps([step.seconds for step in steps], task.spec.control.warmup_iters)
-    warmup = warmup_of_fewer(len(steps), warmup)
+        raise NoMetrics(f"no line of the log has the time of an iteration{log.files.note}")
+    warmup = warmup_of_fewer(len(steps), warmup_steps(log.step_times_s, task.spec.control.warmup_iters))
     counted = [step for step in steps[warmup:] if not step.skipped]
     if len(steps) > warmup and not counted:
         raise NoMetrics(f"all {len(steps) - warmup} steps after the warm-up were skipped: the loss scale overflows")

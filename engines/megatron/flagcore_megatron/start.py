@@ -9,25 +9,30 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
 
+from flagcore_training.layout import Layout, Training
 from flagcore_training.start import installed, missing_layers, program_launch, shared_job
 
 from flagcore.contracts import Platform
 from flagcore.domain.launch import Launch
-from flagcore.domain.space import Candidate
+from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task, TrainSpec
 from flagcore.errors import LaunchError, NoDevice, SpecError, join_errors
 from flagcore.i18n import N_, _
 from flagcore_megatron.command.checks import check_command, release_problems
 from flagcore_megatron.command.launch import own_launch, reference_launch
+from flagcore_megatron.layers.fastest import layouts, virtual_stages
 from flagcore_megatron.mixed import hetero
 from flagcore_megatron.mixed.equal_meshes import data_problem, hosts_of, on_groups, shares
+from flagcore_megatron.predict import inputs
 from flagcore_megatron.program.user_command import DISTRIBUTION
 from flagcore_megatron.space import production
 from flagcore_megatron.space.knobs import BY_NAME, plain_values, program_runs_meshes
-from flagcore_megatron.space.meshes import DP, MESHES, PP
-from flagcore_megatron.space.options import DEFAULTS, runs, schedule
+from flagcore_megatron.space.knobs import columns as row_of
+from flagcore_megatron.space.meshes import DP, MESHES, PP, by_kinds
+from flagcore_megatron.space.options import DEFAULTS, is_hybrid, runs, schedule, settings_in_force, takes_layouts
+from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT
+from flagcore_megatron.space.stages import LAYOUT, PATTERN, pattern_text
 from flagcore_megatron.trial.job import TrialCandidate
-from flagcore_megatron.written import with_layout
 
 PROGRAM = "flagcore_megatron.trial"
 MODULES = {"torch": "torch", "megatron.core": "megatron-core>=0.12"}
@@ -50,7 +55,7 @@ ACCEPTED_VALUES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 """The only values that the trial program accepts for these settings, by implementation."""
 
 
-def ready(spec: Spec, modules: Mapping[str, str] = MODULES) -> None:
+def ready(spec: Spec) -> None:
     """Raise SpecError or NoDevice if trials of `spec` cannot run on this machine.
 
     For a user's own command, only the command and the settings are checked.
@@ -65,19 +70,23 @@ def ready(spec: Spec, modules: Mapping[str, str] = MODULES) -> None:
         check_command(spec)
     for key, value in train.settings.items():
         _require_in_megatron(key, value)
-    if train.command is not None:
-        return
+    if train.command is None:
+        _check_program(spec)
+
+
+def _check_program(spec: Spec) -> None:
+    """Raise SpecError or NoDevice if flagcore's own trial program cannot run trials of `spec` on this machine."""
     if spec.cluster.groups:
         _check_groups(spec)
     if spec.cluster.nodes != 1 and not spec.on_each_host:
         problem = "is more than one, but trials start on this machine"
         fix = "list the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm, or set a train.command"
         raise SpecError(key="cluster.nodes", value=spec.cluster.nodes, problem=problem, fix=fix)
-    check(train)
+    check(spec.train)
     if layers := missing_layers(spec.model):
         problem, fix = "has layers that flagcore's trial program does not have", "set a train.command"
         raise SpecError(key="model", value=", ".join(layers), problem=problem, fix=fix)
-    if missing := [requirement for module, requirement in modules.items() if not installed(module, requirement)]:
+    if missing := [requirement for module, requirement in MODULES.items() if not installed(module, requirement)]:
         public = "'flagcore[megatron]' (install the vendor's build of torch first, if there is one)"
         install = public if "torch" in missing else f"--no-deps {' '.join(map(repr, missing))}"
         problem = f"trials need {' and '.join(missing)}, not installed here"
@@ -133,6 +142,42 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
     if platform.task.spec.on_each_host:
         return replace(planned, hosts=hosts_of(platform.task, candidate))
     return planned
+
+
+def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue]:
+    """Return a candidate's knob values with the layout of its stages in place of `balanced`.
+
+    An even split needs no layout. A layout includes the virtual stages, so the number of layers per virtual stage,
+    which Megatron then refuses, is unset. A hybrid model has bars in its pattern instead.
+    """
+    task = platform.task
+    values = plain_values(task, candidate)
+    is_balanced, is_pattern = values.pop(SPLIT, None) == "balanced", is_hybrid(task.spec.model)
+    if not is_balanced and not is_pattern:
+        return values
+    ((_, ((row, costs), *_)),) = by_kinds(task, row_of(task, candidate.as_dict()), platform.costs)
+    train, layout = inputs(task, row, costs)
+    if is_pattern:
+        return values | _pattern(task, train, layout)
+    (text,) = layouts(train, layout)
+    return values | ({LAYOUT: text, LAYERS_PER_VIRTUAL: None} if text else {})
+
+
+def _pattern(task: Task, train: Training, layout: Layout) -> dict[str, KnobValue]:
+    """Return the hybrid pattern of a candidate, if it is not that of the job.
+
+    A release without bars, and explicit numbers of layers of the ends, keep the pattern. So does an even split without
+    virtual stages in a command without a pattern, whose program has it.
+    """
+    given = str(settings_in_force(task.spec).get(PATTERN) or "")
+    (chunks,), is_whole = virtual_stages(train, layout), not takes_layouts(task.spec)
+    stages = int(layout.pipeline[0] * layout.virtual[0])
+    if not chunks and (is_whole or layout.first_layers[0] or layout.last_layers[0]):
+        stages = 1
+    if task.spec.train.command is not None and not given and not chunks and layout.virtual[0] == 1:
+        return {}
+    text = pattern_text(task.spec.model, chunks or [task.spec.model.num_layers // stages] * stages, given)
+    return {PATTERN: text, LAYERS_PER_VIRTUAL: None} if text and text != given else {}
 
 
 MIN_MICROBATCHES = 4

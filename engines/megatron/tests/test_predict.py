@@ -9,8 +9,7 @@ from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.predict import components, layout_of, predict, training
 from flagcore_megatron.space.knobs import candidate_columns
 
-from engines.training.tests.candidates import LLAMA
-from engines.training.tests.simulation import step_seconds
+from engines.training.tests.simulation import LLAMA, step_seconds
 from flagcore.contracts import Costs
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup

@@ -28,7 +28,7 @@ def attention_of(model: Model, **changes: Any) -> Attention:
     width = changes.pop("head_dim", None)
     value_dim = changes.pop("value_dim", None) or model.v_head_dim or width or model.kv_channels
     shared = {"gate": model.attention_output_gate, "qk_norm": model.qk_layernorm, "value_dim": value_dim, **changes}
-    if model.multi_latent_attention:
+    if model.kv_lora_rank:
         nope, rope = width or model.qk_head_dim or 0, model.qk_pos_emb_head_dim or 0
         sizes = {"latent_rank": model.kv_lora_rank or 0, "query_rank": model.q_lora_rank or 0, **shared}
         dims = {"head_dim": nope + rope, "nope_dim": nope, "rope_dim": rope}

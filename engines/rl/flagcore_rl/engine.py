@@ -1,31 +1,52 @@
-"""Frameworks of reinforcement learning as engines of the core. They differ in a row of `frameworks.yaml`."""
+"""Frameworks of reinforcement learning as engines of the core. They differ in a row of `frameworks.yaml`.
+
+Trials are the user's command with the settings of a candidate, for a few steps whose times its log states.
+"""
 
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from flagcore_importers.programs import unknown_release
+from flagcore_importers.dialect import Key, name_of
+from flagcore_importers.programs import check_version, find_program, package_version, unknown_release
 from flagcore_serving.advice import spec_warnings
 from flagcore_serving.engine import ServingEngine
 from flagcore_training.knobs import divisors, read_knobs
+from flagcore_training.reading import FAILURES
+from flagcore_vendorkit.metrics import NoMetrics, interquartile_range
 from flagcore_vendorkit.settings import UNKNOWN_TIME
 
-from flagcore.contracts import Costs, Published, differs_only
+from flagcore.contracts import Commands, Costs, Engine, Platform, Published, Steps, differs_only
 from flagcore.domain.engine import UNKNOWN, Unmodelled
 from flagcore.domain.knob import Knob
+from flagcore.domain.launch import Launch, Start
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, KnobValue, Rule
-from flagcore.domain.spec import AUTO, Task
+from flagcore.domain.spec import AUTO, ImportNote, Spec, Task
+from flagcore.domain.steps import warmup_of_fewer
+from flagcore.domain.trial import Measurement
+from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore.spec.plain_data import package_yaml
-from flagcore_rl.job import job_of
+from flagcore_rl import importing
+from flagcore_rl.commands import dialect_of
+from flagcore_rl.importing import Reading
+from flagcore_rl.job import RlSpec, job_of
+from flagcore_rl.log import Log
 from flagcore_rl.predict import Framework, predict
-from flagcore_rl.roles import DEVICES, STALENESS, engine_of, keys_of, serve_task, train_task
-from flagcore_rl.rules import EP, PP, RTP, TP, rules
-from flagcore_rl.trials import RlCommands, UserCommand
+from flagcore_rl.roles import DEVICES, ROLLOUT, STALENESS, THREADS, engine_of, keys_of, serve_task, train_task
+from flagcore_rl.rules import EP, PP, RDP, RTP, TP, rules
+
+
+def _tokens(work: RlSpec, *times: int) -> tuple[KnobValue, ...]:
+    """Return tokens of micro-batches that hold the longest sample so many times, or None without packing."""
+    return tuple(each * work.longest for each in times) if work.packing else (None,)
 
 
 def _rollout_devices(task: Task) -> tuple[KnobValue, ...]:
@@ -36,43 +57,39 @@ def _rollout_devices(task: Task) -> tuple[KnobValue, ...]:
     return (None, *sorted(parts - {0, devices}))
 
 
-def _staleness(task: Task) -> tuple[KnobValue, ...]:
-    return tuple(dict.fromkeys((0, job_of(task).staleness)))
-
-
-def _tensor(task: Task) -> tuple[KnobValue, ...]:
-    return tuple(size for size in divisors(task.cluster.devices) if size <= task.cluster.linked_devices)
-
-
-def _tokens(task: Task) -> tuple[KnobValue, ...]:
-    work = job_of(task)
-    return tuple(times * work.longest for times in (1, 2, 4)) if work.packing else (None,)
-
-
-def _samples(task: Task) -> tuple[KnobValue, ...]:
-    return (1,) if job_of(task).packing else (1, 2, 4, 8)
-
-
 AUTOS: Mapping[str, Callable[[Task], Sequence[KnobValue]]] = {
     DEVICES: _rollout_devices,
-    STALENESS: _staleness,
-    "rollout_tensor_parallel_size": _tensor,
-    "micro_batch_tokens": _tokens,
-    "micro_batch_size": _samples,
+    STALENESS: lambda task: tuple(dict.fromkeys((0, job_of(task).staleness))),
+    RTP: lambda task: [size for size in divisors(task.cluster.devices) if size <= task.cluster.linked_devices],
+    "micro_batch_tokens": lambda task: _tokens(job_of(task), 1, 2, 4),
+    "micro_batch_size": lambda task: (1,) if job_of(task).packing else (1, 2, 4, 8),
 }
 KNOBS = tuple(
     replace(knob, auto=AUTOS.get(knob.name, knob.auto)) for knob in read_knobs(__package__, scope=["space"], flag="")
 )
-BY_NAME = {knob.name: knob for knob in KNOBS}
 RECOMPUTE = "activation_checkpointing"
 MORE_MEMORY = {RECOMPUTE: -1} | {knob.name: knob.memory_order for knob in KNOBS if knob.memory_order}
 """The knobs whose larger values need more memory, or less for -1."""
 
 
-class RlEngine(UserCommand):
+class RlCommands(Commands):
+    """Reads commands of the framework `name`."""
+
+    def __init__(self, name: str, knobs: Sequence[Knob]) -> None:
+        self.name, self.knobs = name, knobs
+
+    def role(self, command: Sequence[str], directory: str) -> str | None:
+        return "" if importing.starts(self.name, command) else None
+
+    def read(self, start: Start, directory: Path, model: str | None) -> tuple[dict[str, Any], Sequence[ImportNote]]:
+        return importing.spec_of(self.name, start, directory, model, self.knobs)
+
+
+class RlEngine(Engine):
     """A framework of reinforcement learning."""
 
     kind = "rl"
+    failures = FAILURES
     knobs: tuple[Knob, ...] = KNOBS
 
     def __init__(self, name: str) -> None:
@@ -82,6 +99,27 @@ class RlEngine(UserCommand):
         self.distribution = self.framework.distribution
         self.commands = RlCommands(name, self.knobs)
 
+    def reading(self, work: RlSpec) -> Reading:
+        """Return the command of a job, as it is read. Raises SpecError."""
+        if work.command is None:
+            problem, fix = _("is missing"), "write the command that starts your job, as a list of words"
+            raise SpecError(key="rl.command", problem=problem, fix=fix)
+        return Reading(self.name, work.command, Path(work.directory or "."))
+
+    # The search space
+
+    def fixed(self, task: Task) -> Mapping[str, tuple[KnobValue, ...]]:
+        """Return the values of the knobs that the framework's command cannot set, or that do nothing. They stay."""
+        work = job_of(task)
+        if work.command is None:
+            return {}
+        read, own = self.reading(work), task.spec.baseline or {}
+        idle = {"micro_batch_size", "logprob_batch_size"} if work.packing else set(importing.TOKENS)
+        if read.generates_itself:
+            idle |= {name for name in read.keys if name.startswith(ROLLOUT)}
+        settable = {*read.keys, *([THREADS] if "processes" in read.keys else [])} - idle
+        return {knob.name: (own.get(knob.name, knob.neutral),) for knob in self.knobs if knob.name not in settable}
+
     def axes(self, task: Task) -> tuple[Axis, ...]:
         fixed = self.fixed(task)
         return tuple(
@@ -89,7 +127,7 @@ class RlEngine(UserCommand):
         )
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
-        return (*rules(task), *super().rules(task))
+        return rules(task)
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
         return differs_only(self.knobs, columns, candidate, MORE_MEMORY)
@@ -101,9 +139,8 @@ class RlEngine(UserCommand):
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return colocated, on-policy layouts with full recompute and micro-batches of the longest sample."""
         neutral: dict[str, str | tuple[KnobValue, ...]] = {knob.name: (knob.neutral,) for knob in self.knobs}
-        longest = (job_of(task).longest if job_of(task).packing else None,)
         layout = dict.fromkeys((RTP, TP, PP, EP), AUTO)
-        return {**neutral, **layout, RECOMPUTE: ("full",), "micro_batch_tokens": longest}
+        return {**neutral, **layout, RECOMPUTE: ("full",), "micro_batch_tokens": _tokens(job_of(task), 1)}
 
     def rule_of_thumb(self, task: Task, columns: Columns, predictions: Predictions) -> int:
         """Return the row with the smallest TP x PP of the trainer that fits, then PP and EP, then TP of the rollout."""
@@ -157,12 +194,110 @@ class RlEngine(UserCommand):
             unknown += [replace(each, name=re.sub(r"\b(train|serve)\.", prefix, each.name)) for each in found]
         return unknown
 
+    # Predictions
+
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         axes = {knob.name: knob.axis(()) for knob in self.knobs}
         return predict(task, columns, costs, self.framework, lambda name, code: axes[name].decode(code))
 
     def published(self, task: Task, values: Mapping[str, KnobValue], notes: str) -> Published:
         return Published(task, dict(values))
+
+    # Trials
+
+    def ready(self, spec: Spec) -> None:
+        work: Any = spec.work
+        words = self.reading(work).command.words
+        if self.distribution and (path := find_program(words[0], work.directory or ".")):
+            check_version(spec, package_version(path, self.distribution))
+
+    def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
+        task, values = platform.task, candidate.as_dict()
+        work = job_of(task)
+        read = self.reading(work)
+        settings = {} if for_real else self._of_trial(task, folder)
+        before: dict[str, Any] = {}
+        neutral = {knob.name: knob.neutral for knob in self.knobs}
+        for name, value in self._values(task, values, read).items():
+            key, now = read.keys[name], read.value(name)
+            if value != (neutral.get(name) if now is None else now):
+                (before if key.before_program else settings).update(_named(key, value, read.given))
+        argv = read.command.changed(settings, before)
+        threads = int(values.get(THREADS) or 1)
+        environment = {f"{name}_NUM_THREADS": f"{threads}" for name in ("OMP", "MKL")} if threads > 1 else {}
+        return Launch(argv=(*argv, *work.flags), folder=folder, environment=environment, directory=work.directory)
+
+    def _values(self, task: Task, values: Mapping[str, KnobValue], read: Reading) -> dict[str, Any]:
+        """Return the values of the command's settings for those of a candidate."""
+        work, context = job_of(task), int(values.get("context_parallel_size") or 1)
+        free = set(values) & read.keys.keys() - self.fixed(task).keys()
+        found: dict[str, Any] = {name: values[name] for name in free if values[name] is not None}
+        for name in found.keys() & {*importing.TOKENS}:
+            found[name] //= context if read.keys[name].per_rank else 1
+        if dialect_of(self.name).nested and RTP in found:
+            found[RTP] *= int(values.get(RDP) or 1)
+        if "memory_share" in "".join(found):
+            found["rollout_memory_share"] = float(found["rollout_memory_share"])
+        if "processes" in read.keys:
+            ranks = task.cluster.devices // int(values.get(THREADS) or 1)
+            each = ranks * int(values.get("micro_batch_size") or 1)
+            found |= {"processes": ranks, "accumulated": work.optimizer_samples // each}
+            if read.value("steps_per_generation"):
+                found["steps_per_generation"] = work.step_samples // each
+        return found
+
+    def _of_trial(self, task: Task, folder: str) -> dict[str, Any]:
+        steps, work = task.spec.control.train_iters, job_of(task)
+        numbers = {"steps": steps, "updates": steps * self._updates(work), "samples": steps * work.prompts}
+        return {
+            key: value.format(**numbers, folder=folder) if isinstance(value, str) else value
+            for key, value in dialect_of(self.name).trial.items()
+        }
+
+    def _updates(self, work: RlSpec) -> int:
+        """Return the number of optimizer steps in a step."""
+        return work.epochs * -(-work.step_samples // work.optimizer_samples)
+
+    def trial_notes(self, platform: Platform, candidate: Candidate | None) -> Sequence[str]:
+        if candidate is None:
+            return ()
+        keys = ", ".join(self._of_trial(platform.task, ""))
+        return (_("trials set in {key}: {words}", key="rl.command", words=keys),)
+
+    def steps(self, task: Task, folder: str) -> Steps:
+        return Steps(self._log(task, folder), limit=task.spec.control.train_iters)
+
+    def _log(self, task: Task, folder: str) -> Log:
+        dialect, work = dialect_of(self.name), job_of(task)
+        return Log(folder, dialect.step, dialect.parts, self._updates(work) if dialect.per_update else 1)
+
+    def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
+        log, control = self._log(task, folder), task.spec.control
+        times = log(unfinished=True)
+        warmup = warmup_of_fewer(len(times), control.warmup_iters)
+        if not times[warmup:]:
+            last = f"; its last line is {log.last[:200]!r}" if log.last else ""
+            raise NoMetrics(f"the log of {self.name} states the times of {len(times)} steps: too few{last}")
+        median = statistics.median(times[warmup:])
+        parts = {name: statistics.median(each[warmup:] or each) for name, each in log.parts.items()}
+        return Measurement(
+            step_times_s=times[warmup:],
+            step_time_s=median,
+            spread_s=interquartile_range(times[warmup:]),
+            tokens_per_second_per_device=job_of(task).step_tokens / median / task.cluster.devices,
+            figures=parts,
+            warmup_steps=warmup if len(times) < control.train_iters else None,
+        )
+
+
+def _named(key: Key, value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names of a setting with a new value: those that the command has, or else the first."""
+    theirs = key.words.get(str(value), value) if key.words else value
+    if isinstance(theirs, list):
+        return dict(zip(key.names, theirs, strict=True))
+    own = [name for name in key.names if name_of(name) in given]
+    first = () if any(not name.startswith("critic.") for name in own) else key.names[:1]  # of the policy
+    return dict.fromkeys((*first, *own), theirs)
 
 
 NEMO_RL, OPENRLHF, SLIME, TRL, VERL = (RlEngine(name) for name in ("nemo-rl", "openrlhf", "slime", "trl", "verl"))

@@ -28,13 +28,16 @@ from flagcore_rl.job import RlSpec, job_of
 from flagcore_rl.lengths import packs, tokens_of
 from flagcore_rl.roles import (
     DEVICES,
+    ROLLOUT,
     SHARD,
     STALENESS,
     THREADS,
     engine_of,
     keys_of,
+    layout_of,
     serve_task,
     serve_values,
+    shards_of,
     train_task,
     train_values,
 )
@@ -128,20 +131,15 @@ def predict(
     rows = next(iter(columns.values())).size
     candidates = [{name: decode(name, int(values[row])) for name, values in columns.items()} for row in range(rows)]
     for each in candidates:  # threads of a process split matrices, too
-        each["tensor_model_parallel_size"] = int(each.get("tensor_model_parallel_size") or 1) * int(
-            each.pop(THREADS, 1) or 1
-        )
+        tensor, threads = each.get("tensor_model_parallel_size"), each.pop(THREADS, 1)
+        each["tensor_model_parallel_size"] = int(tensor or 1) * int(threads or 1)
     trained = _once(
         candidates,
-        lambda values: not values.startswith("rollout_") or values == DEVICES,
-        lambda task, found: _train(task, found, costs, framework),
-        task,
+        lambda name: not name.startswith(ROLLOUT) or name == DEVICES,
+        lambda found: _train(task, found, costs, framework),
     )
     rolled = _once(
-        candidates,
-        lambda values: values.startswith("rollout_"),
-        lambda task, found: _roll(task, found, costs, framework),
-        task,
+        candidates, lambda name: name.startswith(ROLLOUT), lambda found: _roll(task, found, costs, framework)
     )
     parts: dict[str, FloatArray] = {}
     memory = np.zeros((len(MEMORY), rows))
@@ -173,12 +171,12 @@ def predict(
 
 
 def _once(
-    candidates: list[Values], needed: Callable[[str], bool], run: Callable[..., list[Any]], task: Task
+    candidates: list[Values], needed: Callable[[str], bool], run: Callable[[list[Values]], list[Any]]
 ) -> list[Any]:
     """Return the results of `run` for each candidate, which is run once for equal values of the needed knobs."""
     keys = [tuple((name, value) for name, value in values.items() if needed(name)) for values in candidates]
     distinct = list(dict.fromkeys(keys))
-    found = dict(zip(distinct, run(task, [dict(key) for key in distinct]), strict=True))
+    found = dict(zip(distinct, run([dict(key) for key in distinct]), strict=True))
     return [found[key] for key in keys]
 
 
@@ -217,14 +215,12 @@ def _train(task: Task, candidates: list[Values], costs: Costs, framework: Framew
     found, memory = np.full((5, len(candidates)), np.nan), np.full((len(MEMORY), len(candidates)), np.nan)
     weights, experts = (2.0 * number for number in sizes_of(task.spec.model))
     steps = work.epochs * -(-work.step_samples // work.optimizer_samples)
+    is_sharded = any(knob.name == SHARD for knob in engine.knobs)
     for row, values in enumerate(candidates):
         devices = task.cluster.devices - int(values.get(DEVICES) or 0)
-        names = ("tensor_model", "pipeline_model", "context")
-        tensor, pipeline, context = (int(values.get(f"{name}_parallel_size") or 1) for name in names)
-        replicas = max(devices // (tensor * pipeline * context), 1)
+        tensor, pipeline, replicas = layout_of(values, devices)
         expert = max(int(values.get("expert_model_parallel_size") or 1) / tensor, 1.0)
-        sharded = any(knob.name == SHARD for knob in engine.knobs)
-        found[4, row] = tensor * pipeline * (min(int(values.get(SHARD) or replicas), replicas) if sharded else 1)
+        found[4, row] = tensor * pipeline * (shards_of(values, replicas) if is_sharded else 1)
         found[2, row] = (weights - experts + experts / expert) / found[4, row]
         for forward in (False, True):
             samples = work.step_samples if forward else work.optimizer_samples

@@ -88,6 +88,19 @@ def train_task(task: Task, devices: int, sequence: int, batch: int, adapter: Ada
     return replace(part, spec=replace(part.spec, model=replace(part.spec.model, mtp_num_layers=0)))
 
 
+def layout_of(values: Mapping[str, KnobValue], devices: int) -> tuple[int, int, int]:
+    """Return the TP, the PP and the number of replicas of a candidate's trainer on that many devices."""
+    tensor, pipeline, context = (
+        int(values.get(f"{name}_parallel_size") or 1) for name in ("tensor_model", "pipeline_model", "context")
+    )
+    return tensor, pipeline, max(devices // (tensor * pipeline * context), 1)
+
+
+def shards_of(values: Mapping[str, KnobValue], replicas: int) -> int:
+    """Return the number of replicas of the trainer that share weights: by default all."""
+    return min(int(values.get(SHARD) or replicas), replicas)
+
+
 def train_values(
     engine: Engine, values: Mapping[str, KnobValue], devices: int, micro_batch: int, *, recompute: bool = True
 ) -> dict[str, KnobValue]:
@@ -95,26 +108,17 @@ def train_values(
     names = {knob.name for knob in engine.knobs}
     found: dict[str, KnobValue] = {name: value for name, value in values.items() if name in names and value is not None}
     found["micro_batch_size"] = micro_batch
-    tensor, pipeline, context = (
-        int(values.get(f"{name}_parallel_size") or 1) for name in ("tensor_model", "pipeline_model", "context")
-    )
     kind = values.get("activation_checkpointing") if recompute else "none"
     if "recompute_granularity" in names and kind in ("full", "selective"):
         found |= {"use_recompute": True, "recompute_granularity": kind}
         found |= {"recompute_method": "uniform", "recompute_num_layers": 1} if kind == "full" else {}
     elif "activation_checkpointing" in names and kind:
         found["activation_checkpointing"] = kind
-    if "sequence_parallel" in names:
-        found["sequence_parallel"] = tensor > 1
-    if "use_distributed_optimizer" in names:
-        found["use_distributed_optimizer"] = True
-    replicas = max(devices // (tensor * pipeline * context), 1)
-    if SHARD in names:
-        shards = min(int(values.get(SHARD) or replicas), replicas)
-        found |= {SHARD: shards, "data_parallel_replicate_size": replicas // shards}
-    if "data_parallel_size" in names:
-        found["data_parallel_size"] = replicas
-    return found
+    tensor, _pipeline, replicas = layout_of(values, devices)
+    shards = shards_of(values, replicas)
+    own = {"sequence_parallel": tensor > 1, "use_distributed_optimizer": True, "data_parallel_size": replicas}
+    own |= {SHARD: shards, "data_parallel_replicate_size": replicas // shards}
+    return found | {name: value for name, value in own.items() if name in names}
 
 
 def serve_task(task: Task, devices: int) -> Task:

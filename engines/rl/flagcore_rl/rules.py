@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 from flagcore_models.layers import attention_counts
 from flagcore_training.adapters import absent_targets
+from flagcore_training.rules import RuleTable
 
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from flagcore.i18n import N_
 from flagcore_rl.job import RlSpec, job_of
-from flagcore_rl.roles import DEVICES, ROLLOUT, SHARD, STALENESS, engine_of, serve_values, train_values
+from flagcore_rl.roles import DEVICES, ROLLOUT, SHARD, STALENESS, THREADS, engine_of, serve_values, train_values
 
 TP, CP, PP, EP = (f"{name}_parallel_size" for name in ("tensor_model", "context", "pipeline_model", "expert_model"))
+MBS = "micro_batch_size"
 RTP, RPP, RDP, REP = (f"{ROLLOUT}{name}_parallel_size" for name in ("tensor", "pipeline", "data", "expert"))
 ETP, FIRST, LAST = (
     "expert_tensor_parallel_size",
@@ -25,6 +25,9 @@ ETP, FIRST, LAST = (
 )
 ENDS = (FIRST, LAST, "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 """What lets stages have different numbers of layers."""
+NAMES = {"CP": CP, "EP": EP, "PP": PP, "TP": TP, "RTP": RTP, "RPP": RPP, "RDP": RDP, "REP": REP, "SHARD": SHARD}
+NAMES |= {"DEVICES": DEVICES, "STALENESS": STALENESS, "THREADS": THREADS, "micro_batch_size": MBS}
+rule = RuleTable(__package__, NAMES)
 
 
 def check_settings(work: RlSpec) -> None:
@@ -81,65 +84,24 @@ def rules(task: Task) -> tuple[Rule, ...]:
             ranks = ranks // size(columns, TP)
         return np.asarray((columns[EP] > 1) & (((model.experts or 1) % size(columns, EP) != 0) | (ranks % expert != 0)))
 
+    def whole_micro_batches(columns: Columns) -> BoolArray:
+        ranks = np.maximum(replicas(columns) // size(columns, THREADS), 1)
+        return np.asarray(work.optimizer_samples % (columns[MBS] * ranks) != 0)
+
     def instances(columns: Columns) -> BoolArray:
         own = np.where(columns[DEVICES] > 0, columns[DEVICES], devices)
         return np.asarray(own % (size(columns, RTP) * size(columns, RPP) * size(columns, RDP)) != 0)
 
-    def rule(name: str, knobs: tuple[str, ...], message: str, broken: Callable[[Columns], BoolArray]) -> Rule:
-        return Rule(name=name, knobs=knobs, message=message, broken=broken)
-
-    layout = (DEVICES, TP, CP, PP)
     return (
-        rule(
-            "both_roles",
-            (DEVICES,),
-            N_("rollout_devices must leave devices for the trainer"),
-            lambda c: trainers(c) < 1,
-        ),
-        rule(
-            "stale_apart",
-            (STALENESS, DEVICES),
-            N_("staleness needs rollout_devices: on the same devices, generation and training cannot overlap"),
-            lambda c: (c[STALENESS] > 0) & (c[DEVICES] == 0),
-        ),
-        rule(
-            "trainer_layout",
-            layout,
-            N_("TP x CP x PP must divide the devices of the trainer"),
-            lambda c: trainers(c) % (size(c, TP) * size(c, CP) * size(c, PP)) != 0,
-        ),
-        rule(
-            "whole_heads",
-            (TP, RTP),
-            N_("TP and rollout TP must divide the attention heads"),
-            lambda c: (heads % size(c, TP) != 0) | (heads % size(c, RTP) != 0),
-        ),
-        rule("even_stages", (PP,), N_("PP must divide the layers, unless the ends have numbers of their own"), uneven),
-        rule(
-            "expert_groups", (DEVICES, TP, PP, EP), N_("EP must divide the experts, and the ranks of a stage"), experts
-        ),
-        rule(
-            "whole_mini_batch",
-            layout,
-            N_("the replicas of the trainer must divide the samples of an optimizer step"),
-            lambda c: work.optimizer_samples % replicas(c) != 0,
-        ),
-        rule(
-            "shards",
-            (*layout, SHARD),
-            N_("data_parallel_shard_size must divide the replicas of the trainer"),
-            lambda c: replicas(c) % size(c, SHARD) != 0,
-        ),
-        rule(
-            "instances",
-            (DEVICES, RTP, RPP, RDP),
-            N_("an instance's devices must divide those of the rollout"),
-            instances,
-        ),
-        rule(
-            "rollout_experts",
-            (RTP, RDP, REP),
-            N_("rollout EP must be 1, or all devices of an instance's stage"),
-            lambda c: (c[REP] > 1) & (c[REP] != size(c, RTP) * size(c, RDP)),
-        ),
+        rule("both_roles", lambda c: trainers(c) < 1),
+        rule("stale_apart", lambda c: (c[STALENESS] > 0) & (c[DEVICES] == 0)),
+        rule("trainer_layout", lambda c: trainers(c) % (size(c, TP) * size(c, CP) * size(c, PP)) != 0),
+        rule("whole_heads", lambda c: (heads % size(c, TP) != 0) | (heads % size(c, RTP) != 0)),
+        rule("even_stages", uneven),
+        rule("expert_groups", experts),
+        rule("whole_mini_batch", lambda c: work.optimizer_samples % replicas(c) != 0),
+        *(() if work.packing else (rule("whole_micro_batches", whole_micro_batches, samples=work.optimizer_samples),)),
+        rule("shards", lambda c: replicas(c) % size(c, SHARD) != 0),
+        rule("instances", instances),
+        rule("rollout_experts", lambda c: (c[REP] > 1) & (c[REP] != size(c, RTP) * size(c, RDP))),
     )

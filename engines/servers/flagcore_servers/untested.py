@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-from flagcore_serving.space.hardware import longest_request
+from flagcore_serving.space import rules
+from flagcore_serving.space.hardware import DP, EP, TP, longest_request
 
 from flagcore.domain.space import Columns, IntArray, Rule
 from flagcore.domain.spec import Task
-from flagcore.i18n import Message
+from flagcore.i18n import N_
 
 UNTESTED = "support was written from the documentation, and no trial has run; predicted times include only kernels"
 
@@ -23,6 +24,18 @@ def prefill_tokens(task: Task, codes: IntArray, default: int) -> IntArray:
     return np.where(codes > 0, codes, max(default, longest_prompt(task)))
 
 
+def expert_parallel(task: Task) -> Rule:
+    """Return the rule that the groups of experts divide the ranks and the experts."""
+    experts = task.spec.model.experts or 1
+    return rules.rule(
+        "expert_parallel",
+        (TP, DP, EP),
+        N_("{EP} must divide {TP} x {DP}, and the {experts} experts"),
+        lambda c: (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | (experts % c[EP].clip(1) != 0)),
+        experts=experts,
+    )
+
+
 def whole_prompts(task: Task, knob: str, chunked: str = "") -> Rule:
     """Return the rule that an iteration holds the longest prompt, unless the flag `chunked` divides prompts."""
     longest = longest_prompt(task)
@@ -31,15 +44,13 @@ def whole_prompts(task: Task, knob: str, chunked: str = "") -> Rule:
         is_whole = c[chunked] == 0 if chunked else np.ones(c[knob].shape, dtype=np.bool_)
         return (c[knob] > 0) & (c[knob] < longest) & is_whole
 
-    return Rule(
-        name="whole_prompts",
-        knobs=(knob, *([chunked] if chunked else [])),
-        message=Message(
-            "{knob} must be at least {longest}, the tokens of the longest prompt, which is not divided",
-            knob=knob,
-            longest=longest,
-        ),
-        broken=broken,
+    return rules.rule(
+        "whole_prompts",
+        (knob, *([chunked] if chunked else [])),
+        N_("{knob} must be at least {longest}, the tokens of the longest prompt, which is not divided"),
+        broken,
+        knob=knob,
+        longest=longest,
     )
 
 

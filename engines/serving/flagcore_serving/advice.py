@@ -39,19 +39,26 @@ def spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
     objective that the load determines, speculation with unknown acceptance, and adapters or weights that are missing or
     of another format.
     """
-    serve = spec.serve
-    yield from unknown_release("serve.engine_version", serve.engine, serve.engine_version, program.releases)
-    flags = program.flags_of(spec)
+    for warnings in (_of_flags, _of_limits, _of_loads, _of_adapters, _of_speculation, _of_weights):
+        yield from warnings(spec, program)
+
+
+def _of_flags(spec: Spec, program: Program) -> Iterator[str]:
+    version, flags = program.version(spec), program.flags_of(spec)
+    yield from unknown_release("serve.engine_version", spec.serve.engine, spec.serve.engine_version, program.releases)
     for name in program.split(spec).others:
-        key = f"serve.engine_args.{name}"
-        if found := program.flag_problem(name, flags, program.version(spec)):
+        if found := program.flag_problem(name, flags, version):
             release = ", or set serve.engine_version to your release" if found.removed else ""
-            yield f"{key} {found.problem}; {found.fix}{release}"
+            yield f"serve.engine_args.{name} {found.problem}; {found.fix}{release}"
     fixed = program.parse(spec).fixed
     for name in program.moved:
         for value in (fixed.get(name), *spec.space.get(name, ()), (spec.baseline or {}).get(name)):
-            if text := program.needed_package(name, value, program.version(spec)):
+            if text := program.needed_package(name, value, version):
                 yield f"{name}: {text}"
+
+
+def _of_limits(spec: Spec, _program: Program) -> Iterator[str]:
+    serve = spec.serve
     for name, limit in serve.slo.items():
         if limit >= LONG_LIMITS.get(name.partition(".")[0], math.inf):
             yield f"serve.slo.{name}: {limit:g} s is a very long limit; limits are in seconds: 200 ms is 0.2"
@@ -60,20 +67,30 @@ def spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
     name = max(min_requests, key=lambda each: min_requests[each], default="")
     if fewest < min_requests.get(name, 0):
         yield f"serve.slo.{name}: {fewest} requests are too few; use serve.profile.num_prompts >= {min_requests[name]}"
-    is_open = all(in_flight(load).concurrency is None and load.request_rate != math.inf for load in serve.loads)
-    if is_open and serve.highest is None and spec.objective in FIXED_RATES:
+
+
+def _of_loads(spec: Spec, _program: Program) -> Iterator[str]:
+    loads = spec.serve.loads
+    is_open = all(in_flight(load).concurrency is None and load.request_rate != math.inf for load in loads)
+    if is_open and spec.serve.highest is None and spec.objective in FIXED_RATES:
         fix = (
             "set auto_tuner.objective to a latency such as tpot_s.p99, or serve.profile.request_rate: auto with an SLO"
         )
         yield f"the load determines {spec.objective}: candidates differ only if they cannot keep up; {fix}"
-    for folder in serve.adapters:
+
+
+def _of_adapters(spec: Spec, program: Program) -> Iterator[str]:
+    for folder in spec.serve.adapters:
         if not rank_of(folder):
             yield f"serve.adapters: {folder} has no {CONFIG} with a rank r; predictions assume r = {DEFAULT_RANK}"
-    if ADAPTER_SWITCH in program.split(spec).others and not serve.loads[0].adapters:
+    if ADAPTER_SWITCH in program.split(spec).others and not spec.serve.loads[0].adapters:
         yield "serve.profile.adapters is 0: all requests are predicted to use the base model; set it"
+
+
+def _of_speculation(spec: Spec, program: Program) -> Iterator[str]:
     for word in speculations(spec, program):
         scheme = program.schemes_of(spec).get(word, "")
-        if all(load.accepted(scheme) for load in serve.loads):
+        if all(load.accepted(scheme) for load in spec.serve.loads):
             continue
         text, fix = f"{common_knobs.SPECULATION} = {word}", "set serve.profile.acceptance"
         if scheme in USUAL:
@@ -81,7 +98,10 @@ def spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
         else:
             why = "how often drafts are right depends on the traffic"
             yield f"{text} is predicted without a gain before its first trial: {why}; {fix}"
-    weights, precision = serve.weights, serve.precision
+
+
+def _of_weights(spec: Spec, _program: Program) -> Iterator[str]:
+    serve, weights, precision = spec.serve, spec.serve.weights, spec.serve.precision
     if weights is None:
         return
     if not serve.elsewhere and not find_public(weights) and not Path(weights).exists():

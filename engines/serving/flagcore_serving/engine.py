@@ -13,7 +13,7 @@ from flagcore.domain.engine import Unmodelled
 from flagcore.domain.launch import Launch, Start
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue
+from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge
 from flagcore.domain.spec import AUTO, ImportNote, Spec, Task
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.errors import SpecError
@@ -100,6 +100,11 @@ class ServingEngine(EngineProfile):
     def __init__(self) -> None:
         super().__init__()
         self.commands, self.plans = ServerCommands(self), ServingPlans(self)
+
+    def merges(self, task: Task) -> tuple[Merge, ...]:
+        """Return merges that treat the engine's defaults as not set, and that ignore drafts without speculation."""
+        has_drafts = any(knob.name == common_knobs.DRAFTED for knob in self.knobs)
+        return (*rules.same_as_unset(self.program), *((rules.no_drafts(),) if has_drafts else ()))
 
     def check_values(self, spec: Spec) -> None:
         check_formats(spec)

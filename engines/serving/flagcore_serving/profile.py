@@ -74,18 +74,8 @@ def not_with(other: str, key: str, value: object = None, fix: str = "remove one 
 
 
 def loads(profile: ProfileSection, slo: Mapping[str, float], base: Path) -> tuple[Load, ...]:
-    """Return the load points of a profile, one for each value of `concurrency` or `request_rate`."""
-    has_ratio, has_spread = profile.range_ratio != 1.0, profile.range_spread is not None
-    if profile.concurrency is not None and profile.request_rate is not None:
-        raise not_with("serve.profile.request_rate", "profile.concurrency", profile.concurrency)
-    if profile.sub_agents > max(profile.turns - 1, 0):
-        problem = f"is more than the {profile.turns - 1} later turns"
-        raise spec_error("profile.sub_agents", problem, value=profile.sub_agents, fix="set more serve.profile.turns")
-    if has_spread and has_ratio:
-        raise not_with("serve.profile.range_ratio", "profile.range_spread", profile.range_spread)
-    if profile.distribution != "uniform" and (has_spread or has_ratio):
-        other = "serve.profile.range_ratio or range_spread"
-        raise not_with(other, "profile.distribution", profile.distribution)
+    """Return the load points of a profile, one for each value of `concurrency` or `request_rate`. Raises SpecError."""
+    _check(profile)
     fields = profile.model_dump(exclude={"concurrency", "request_rate", "trace", "images"})
     fields["num_prompts"] = number = _num_prompts(profile, slo)
     fields["is_steady"] = number is None
@@ -105,6 +95,21 @@ def loads(profile: ProfileSection, slo: Mapping[str, float], base: Path) -> tupl
         return (Load(**fields),)  # no rate and no concurrency, because the trace may have arrival times
     clients = _as_list(profile.concurrency) or [min(DEFAULT_CONCURRENCY, number or DEFAULT_CONCURRENCY)]
     return tuple(Load(**fields, concurrency=each) for each in clients)
+
+
+def _check(profile: ProfileSection) -> None:
+    """Raise SpecError for keys that exclude each other."""
+    has_ratio, has_spread = profile.range_ratio != 1.0, profile.range_spread is not None
+    if profile.concurrency is not None and profile.request_rate is not None:
+        raise not_with("serve.profile.request_rate", "profile.concurrency", profile.concurrency)
+    if profile.sub_agents > max(profile.turns - 1, 0):
+        problem = f"is more than the {profile.turns - 1} later turns"
+        raise spec_error("profile.sub_agents", problem, value=profile.sub_agents, fix="set more serve.profile.turns")
+    if has_spread and has_ratio:
+        raise not_with("serve.profile.range_ratio", "profile.range_spread", profile.range_spread)
+    if profile.distribution != "uniform" and (has_spread or has_ratio):
+        other = "serve.profile.range_ratio or range_spread"
+        raise not_with(other, "profile.distribution", profile.distribution)
 
 
 def _acceptance(value: float | list[float] | Mapping[Any, float | list[float]] | None) -> tuple[tuple[str, Rates], ...]:

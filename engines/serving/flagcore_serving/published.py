@@ -23,12 +23,14 @@ from flagcore_importers.programs import release
 from flagcore.contracts import Published
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
+from flagcore_serving.job import ServeSpec
 from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.model.simulated_load import STEADY_RATIO, WAVES_IN_FLIGHT
 from flagcore_serving.space import knobs as common_knobs
 from flagcore_serving.space import rules
 from flagcore_serving.space.hardware import DP, EP, PP, PREFILL_DECODE, TP, Hardware, count
 from flagcore_serving.space.roles import language, roles
+from flagcore_serving.space.settings import PublishedRuns
 from flagcore_serving.space.weights import WIDE_PRECISIONS, weight_bytes
 
 WIDE_RECIPE = (common_knobs.EXCHANGE, common_knobs.OVERLAP, common_knobs.REDUNDANT, common_knobs.BALANCING)
@@ -55,18 +57,10 @@ def published(engine: EngineProfile, task: Task, values: Mapping[str, KnobValue]
         parsed.setdefault(common_knobs.KV, runs.cache_type)
     if runs.release and release(serve.engine_version or "") is None:
         serve = replace(serve, engine_version=runs.release)
-    load = serve.loads[0]
-    lengths, drawn = (load.input_len, load.output_len), runs.drawn if load.num_prompts else {}
-    if lengths in INFERENCEX and load.num_prompts in (None, WAVES_IN_FLIGHT * (load.concurrency or 0)):
-        serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
-        drawn = {lengths: STEADY_RATIO}
-    if load.range_ratio == 1.0 and load.concurrency:
-        serve = replace(serve, loads=(replace(load, range_ratio=drawn.get(lengths, 1.0)),))
+    serve, lengths = _as_sent(serve, runs), (serve.loads[0].input_len, serve.loads[0].output_len)
     assumed = _as_in_production(engine, task, parsed)
     if GENERATOR in notes and lengths not in INFERENCEX and not parsed.get(PREFILL_DECODE) and count(parsed, PP) == 1:
-        known = release(serve.engine_version or "") or ()
-        written = {name: value for name, (since, value) in runs.generated.items() if known >= (release(since) or ())}
-        assumed |= {name: value for name, value in written.items() if name not in parsed}
+        assumed |= {name: each for name, each in _generated(runs, serve.engine_version).items() if name not in parsed}
     parsed |= assumed
     noted = frozenset(assumed)
     if UNASKED in notes and (first := task.cluster.groups[0]).cpus_per_node is None:
@@ -80,6 +74,24 @@ def published(engine: EngineProfile, task: Task, values: Mapping[str, KnobValue]
     space |= {name: (parsed[name],) for name in EXCHANGES if parsed.get(name) is not None}
     task = replace(task, spec=replace(task.spec, work=serve, space=space))
     return Published(task, parsed, noted, _assumed(engine, task, parsed, noted))
+
+
+def _generated(runs: PublishedRuns, version: str | None) -> dict[str, KnobValue]:
+    """Return what GENERATOR writes into the commands of a release."""
+    known = release(version or "") or ()
+    return {name: value for name, (since, value) in runs.generated.items() if known >= (release(since) or ())}
+
+
+def _as_sent(serve: ServeSpec, runs: PublishedRuns) -> ServeSpec:
+    """Return the job with the flags of the recipes, and the range of lengths, of the client that has its lengths."""
+    load = serve.loads[0]
+    lengths, drawn = (load.input_len, load.output_len), runs.drawn if load.num_prompts else {}
+    if lengths in INFERENCEX and load.num_prompts in (None, WAVES_IN_FLIGHT * (load.concurrency or 0)):
+        serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
+        drawn = {lengths: STEADY_RATIO}
+    if load.range_ratio == 1.0 and load.concurrency:
+        serve = replace(serve, loads=(replace(load, range_ratio=drawn.get(lengths, 1.0)),))
+    return serve
 
 
 def _as_in_production(engine: EngineProfile, task: Task, values: Mapping[str, KnobValue]) -> dict[str, KnobValue]:

@@ -179,11 +179,14 @@ def _size(spec: LoadedSpec, rate: float, nodes: int, per_node: int) -> Iterator[
     speed, (number, other) = best["objective"], _fewest(spec, float(best["highest_load"]), rate)
     best = best if other is None else {**other, HIGHEST_LOAD: rate / number}
     low = float(best["highest_load"]) * min(1.0, speed["low"] / speed["value"])
-    candidate, devices = best["candidate"], nodes * per_node
-    text = _configuration(candidate, plan.baseline["candidate"], plan.knobs)
-    yield _of_figures(
-        spec, rate, best, low, chip=plan.chip, nodes=nodes, devices=devices, candidate=candidate, text=text
-    )
+    replica = {
+        "chip": plan.chip,
+        "nodes": nodes,
+        "devices_per_replica": nodes * per_node,
+        "candidate": best["candidate"],
+    }
+    text = _configuration(best["candidate"], plan.baseline["candidate"], plan.knobs)
+    yield _of_figures(spec, rate, best, low, **replica, configuration=text)
 
 
 def measured_size(spec: LoadedSpec, rate: float, folder: Path) -> Size:
@@ -199,34 +202,22 @@ def measured_size(spec: LoadedSpec, rate: float, folder: Path) -> Size:
     if not rates:
         raise UsageError(_("{folder} measured no highest rate; tune with request_rate: auto", folder=folder))
     knobs = {each.name: each for each in find_engine(engine_of(spec)).knobs}
-    nodes, candidate = int(_section(spec.data, "cluster").get("nodes") or 1), best["candidate"]
-    text, devices = _configuration(candidate, result["baseline"]["candidate"], knobs), int(result["devices"])
+    nodes, devices = int(_section(spec.data, "cluster").get("nodes") or 1), int(result["devices"])
     figures = {**same[0], HIGHEST_LOAD: statistics.median(rates)}
-    found = {"chip": result["chip"], "nodes": nodes, "devices": devices, "candidate": candidate, "text": text}
-    return _of_figures(spec, rate, figures, min(rates), **found)
+    replica = {"chip": result["chip"], "nodes": nodes, "devices_per_replica": devices, "candidate": best["candidate"]}
+    text = _configuration(best["candidate"], result["baseline"]["candidate"], knobs)
+    return _of_figures(spec, rate, figures, min(rates), **replica, configuration=text)
 
 
-def _of_figures(
-    spec: LoadedSpec,
-    rate: float,
-    figures: Mapping[str, Any],
-    low: float,
-    *,
-    chip: str,
-    nodes: int,
-    devices: int,
-    candidate: Mapping[str, KnobValue],
-    text: str,
-) -> Size:
-    """Return the size whose replicas have these `figures`. `low`: the rate that a replica serves at least."""
+def _of_figures(spec: LoadedSpec, rate: float, figures: Mapping[str, Any], low: float, **replica: Any) -> Size:
+    """Return the size whose replicas have these `figures`. `low`: the rate that a replica serves at least. `replica`:
+    the fields of `Size` about its devices and its configuration."""
     per_replica, price = float(figures[HIGHEST_LOAD]), _section(spec.data, "cluster").get("price_per_device_hour")
-    replicas = _replicas(rate, per_replica)
+    replicas, devices = _replicas(rate, per_replica), replica["devices_per_replica"]
     cost = None if price is None else price * devices * replicas
     output = figures["output_tokens_per_s"] / figures["requests_per_s"] if figures.get("requests_per_s") else 0.0
     return Size(
-        chip=chip,
-        nodes=nodes,
-        devices_per_replica=devices,
+        **replica,
         replicas=replicas,
         devices=devices * replicas,
         safe_devices=devices * _replicas(rate, low),
@@ -236,8 +227,6 @@ def _of_figures(
         ttft_s=figures["ttft_s"]["p50"],
         ttft_p99_s=figures["ttft_s"]["p99"],
         tpot_s=figures["tpot_s"]["p50"],
-        candidate=candidate,
-        configuration=text,
         cost_per_hour=cost,
         cost_per_million_tokens=cost / HOUR / (rate * output) * 1e6 if cost is not None and output else None,
     )

@@ -1,4 +1,5 @@
-"""flag size: the fewest devices for a rate, the replicas by hour, and autoscalers."""
+"""flag size: the fewest devices for a rate, the replicas by hour, and autoscalers. What follows from a trial that ran
+out of memory, and which candidates cannot keep the SLO."""
 
 import json
 import math
@@ -7,17 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from flagcore_serving import sizing as module
+from flagcore_serving.engine import SloImpossible
 from flagcore_serving.sizing import Sizing, hours_of, manifest, sizing
+from flagcore_vllm.engine import ENGINE
 
 from flagcore import estimate
 from flagcore.api.inputs import LoadedSpec, changed_spec
 from flagcore.domain.metrics import LATENCIES
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Candidate
 from flagcore.errors import SpecError, UsageError
-
-pytestmark = pytest.mark.slow
 
 SHAPE = {"num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 8192, "num_attention_heads": 16, "vocab_size": 32000}
 SPEC = {
@@ -47,6 +51,7 @@ def found() -> Sizing:
     return sizing(LOADED, None, None, PRICES)
 
 
+@pytest.mark.slow
 def test_the_best_size_is_the_cheapest_of_all_that_are_predicted(found: Sizing) -> None:
     costs = list[float]()
     for chip, price in PRICES.items():
@@ -63,6 +68,7 @@ def test_the_best_size_is_the_cheapest_of_all_that_are_predicted(found: Sizing) 
         assert each.rate * each.replicas >= found.rate > each.rate * (each.replicas - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.01, 1.02])
 def test_the_number_is_the_smallest_that_is_predicted_to_keep_the_limits(share: float) -> None:
     """Just above a multiple of the highest rate that a search found, which is precise to 5%."""
@@ -79,6 +85,7 @@ def test_the_number_is_the_smallest_that_is_predicted_to_keep_the_limits(share: 
     assert not is_kept(best.replicas - 1)
 
 
+@pytest.mark.slow
 def test_each_hour_has_the_replicas_for_its_busiest_minutes(tmp_path: Path) -> None:
     trace = tmp_path / "day.jsonl"
     quiet, busy = range(0, 3600, 60), (7200 + number / 10 for number in range(3000))
@@ -95,6 +102,7 @@ def test_each_hour_has_the_replicas_for_its_busiest_minutes(tmp_path: Path) -> N
         hours_of(str(trace))
 
 
+@pytest.mark.slow
 def test_an_autoscaler_keeps_the_requests_in_flight_of_a_replica(found: Sizing) -> None:
     best, target = found.best, math.floor(found.best.in_flight)
     assert best.in_flight == pytest.approx(best.rate * (best.ttft_s + 49 * best.tpot_s), rel=0.2)
@@ -109,6 +117,7 @@ def test_an_autoscaler_keeps_the_requests_in_flight_of_a_replica(found: Sizing) 
     assert (planner["ttft_ms"], planner["itl_ms"], planner["max_gpu_budget"]) == (1000, 50, best.devices)
 
 
+@pytest.mark.slow
 def test_pods_are_instances(found: Sizing) -> None:
     """A Deployment that `flag export` writes has a pod for each instance of a replica."""
     size = replace(found.best, candidate={"instances": 2}, devices_per_replica=8, replicas=3, in_flight=65.0)
@@ -127,6 +136,7 @@ def test_pods_are_instances(found: Sizing) -> None:
             manifest(each, target, "chat")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
@@ -145,6 +155,7 @@ def test_what_cannot_be_sized_is_refused(changes: dict[str, Any], key: str) -> N
         sizing(changed_spec(LOADED, changes), None, None, {})
 
 
+@pytest.mark.slow
 def test_a_run_that_measured_a_replica_replaces_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate = {"instances": 1, "max_num_seqs": 64}
     latency = {"mean": 0.5, "p50": 0.4, "p99": 0.9}
@@ -165,3 +176,62 @@ def test_a_run_that_measured_a_replica_replaces_predictions(monkeypatch: pytest.
     assert (found.in_flight, found.configuration, found.cost_per_hour) == (5.0, "max_num_seqs 64", 20.0)
     with pytest.raises(UsageError, match="request_rate: auto"):
         run(None, trials=[trial(1, 10.0)])
+
+
+def columns(**values: list[int]) -> dict[str, Any]:
+    return {knob: np.array(codes) for knob, codes in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("values", "failed", "expected"),
+    [
+        # more sequences never need less memory
+        (
+            {"max_num_seqs": [32, 64, 128, 128], "instances": [1, 1, 1, 2]},
+            {"max_num_seqs": 64, "instances": 1},
+            [False, True, True, False],
+        ),
+        # graphs need at least as much memory as eager mode
+        ({"enforce_eager": [0, 1]}, {"enforce_eager": True}, [True, True]),
+        ({"enforce_eager": [0, 1]}, {"enforce_eager": False}, [True, False]),
+        # an unset knob and words have no order
+        ({"max_num_seqs": [0, 64]}, {"max_num_seqs": None}, [True, False]),
+        ({"max_num_seqs": [0]}, {"max_num_seqs": 8}, [False]),
+        ({"kv_cache_type": [1, 2]}, {"kv_cache_type": "f16"}, [False, False]),
+    ],
+)
+def test_candidates_that_need_at_least_as_much_memory(values: Any, failed: Any, expected: list[bool]) -> None:
+    assert ENGINE.needs_at_least(columns(**values), Candidate.of(failed)).tolist() == expected
+
+
+def test_a_schedulers_knobs_have_no_order_in_time() -> None:
+    assert not ENGINE.takes_at_least(columns(max_num_seqs=[1, 64]), Candidate.of({"max_num_seqs": 1})).any()
+
+
+@pytest.mark.parametrize(
+    ("limit", "low", "pruned"),
+    [
+        ("ttft_s.p99", 0.9, [False, False, True, False]),
+        ("ttft_s.p99", 0.5, [False] * 4),
+        ("itl_s.p99", 0.9, [False] * 4),  # it is not predicted
+    ],
+)
+def test_only_candidates_that_certainly_break_the_slo_are_pruned(limit: str, low: float, pruned: list[bool]) -> None:
+    ttft = [0.5, 2.4, 2.6 if low == 0.9 else 3.9, float("nan")]
+    seconds, zeros = np.ones(len(ttft)), np.zeros(len(ttft))
+    predictions = Predictions(
+        step_time_s=seconds,
+        low_s=seconds * low,
+        high_s=seconds / low,
+        time_s={},
+        static_bytes=zeros,
+        activation_bytes=zeros,
+        peak_allocated_bytes=zeros,
+        reserved_bytes=zeros,
+        device_used_bytes=zeros,
+        worst_stage=zeros.astype(np.int64),
+        capacity_bytes=None,
+        model_flops=0.0,
+        figures={"ttft_s.p99": np.array(ttft)},
+    )
+    assert SloImpossible({limit: 1.0}).prunes(columns(parallel=[1, 2, 3, 4]), predictions).tolist() == pruned

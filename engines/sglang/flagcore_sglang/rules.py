@@ -9,7 +9,7 @@ from flagcore_serving.space.knobs import BACKEND, EAGER, EXCHANGE, REDUNDANT
 from flagcore.domain.knob import in_versions
 from flagcore.domain.space import KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.i18n import N_, Message
+from flagcore.i18n import N_
 from flagcore_sglang.servers import ENCODERS_SINCE
 from flagcore_sglang.space import (
     CHUNK,
@@ -23,44 +23,28 @@ from flagcore_sglang.space import (
     chunk_sizes,
 )
 
-NAMES = {
-    "CHUNK": CHUNK,
-    "DP": DP,
-    "EP": EP,
-    "EXCHANGE": EXCHANGE,
-    "PAGE": PAGE,
-    "PREFILL": PREFILL,
-    "REDUNDANT": REDUNDANT,
-    "TP": TP,
-}
-"""The names of knobs in messages of rules, by their fields."""
-
 
 def rules_of(task: Task) -> tuple[Rule, ...]:
     """Return SGLang's legality rules for candidates."""
     experts = task.spec.model.experts or 1
     longest = longest_request(task)
     layouts = rules.split_rules(task, attention_and_experts=True, span=True)
-    expert_parallel = Rule(
-        name="expert_parallel",
-        knobs=(TP, DP, EP, REDUNDANT),
-        message=Message(
-            "{EP} must divide {TP} x {DP} (SGLang's tp-size), and the {experts} experts with {REDUNDANT}",
-            **NAMES,
-            experts=experts,
-        ),
-        broken=lambda c: (
+    expert_parallel = rules.rule(
+        "expert_parallel",
+        (TP, DP, EP, REDUNDANT),
+        N_("{EP} must divide {TP} x {DP} (SGLang's tp-size), and the {experts} experts with {REDUNDANT}"),
+        lambda c: (
             (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | ((experts + c[REDUNDANT]) % c[EP].clip(1) != 0))
         ),
+        experts=experts,
     )
     spanning = [PROGRAM.code(EXCHANGE, word) for word in SPANNING]
-    spanning_experts = Rule(
-        name="spanning_experts",
-        knobs=(TP, DP, EP, EXCHANGE),
-        message=Message(
-            "{EP} must be {TP} x {DP} with {EXCHANGE} = {words}: SGLang sets it", **NAMES, words=", ".join(SPANNING)
-        ),
-        broken=lambda c: np.isin(c[EXCHANGE], spanning) & (c[EP] != c[TP] * c[DP]) & (experts > 1),
+    spanning_experts = rules.rule(
+        "spanning_experts",
+        (TP, DP, EP, EXCHANGE),
+        N_("{EP} must be {TP} x {DP} with {EXCHANGE} = {words}: SGLang sets it"),
+        lambda c: np.isin(c[EXCHANGE], spanning) & (c[EP] != c[TP] * c[DP]) & (experts > 1),
+        words=", ".join(SPANNING),
     )
     return (
         *layouts,
@@ -68,23 +52,22 @@ def rules_of(task: Task) -> tuple[Rule, ...]:
         placement.of_each_kind(task, expert_parallel),
         placement.of_each_kind(task, spanning_experts),
         *rules.forbidden(task, PROGRAM),
-        Rule(
-            name="chunk_of_pages",
-            knobs=(TP, DP, PAGE, CHUNK),
-            message=Message("{CHUNK} must be a multiple of {PAGE}", **NAMES),
-            broken=lambda c: (c[CHUNK] != -1) & (chunk_sizes(task, c) % np.maximum(c[PAGE], 1) != 0),
+        rules.rule(
+            "chunk_of_pages",
+            (TP, DP, PAGE, CHUNK),
+            N_("chunked_prefill_size must be a multiple of page_size"),
+            lambda c: (c[CHUNK] != -1) & (chunk_sizes(task, c) % np.maximum(c[PAGE], 1) != 0),
         ),
-        Rule(
-            name="whole_prompts",
-            knobs=(CHUNK, PREFILL),
-            message=Message(
-                "without chunks {PREFILL} (default {default}) must be at least {longest}, the tokens of the "
-                "longest request",
-                **NAMES,
-                default=PROGRAM.defaults[PREFILL],
-                longest=longest,
+        rules.rule(
+            "whole_prompts",
+            (CHUNK, PREFILL),
+            N_(
+                "without chunks max_prefill_tokens (default {default}) must be at least {longest}, the tokens of the "
+                "longest request"
             ),
-            broken=lambda c: (c[CHUNK] == -1) & (PROGRAM.values(c, PREFILL) < longest),
+            lambda c: (c[CHUNK] == -1) & (PROGRAM.values(c, PREFILL) < longest),
+            default=PROGRAM.defaults[PREFILL],
+            longest=longest,
         ),
         *rules.speculation_rules(
             task,
@@ -115,11 +98,13 @@ def _value_release(task: Task) -> Rule:
     }
     codes = {name: [PROGRAM.code(name, word) for word in words] for name, words in missing.items()}
     missing_words = "; ".join(f"{name} = {', '.join(words)}" for name, words in missing.items() if words)
-    return Rule(
-        name="value_release",
-        knobs=tuple(codes),
-        message=Message("sglang {version} does not have {missing_words}", version=version, missing_words=missing_words),
-        broken=lambda c: np.any([np.isin(c[name], missing_codes) for name, missing_codes in codes.items()], axis=0),
+    return rules.rule(
+        "value_release",
+        tuple(codes),
+        N_("sglang {version} does not have {missing_words}"),
+        lambda c: np.any([np.isin(c[name], missing_codes) for name, missing_codes in codes.items()], axis=0),
+        version=version,
+        missing_words=missing_words,
     )
 
 

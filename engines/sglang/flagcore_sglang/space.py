@@ -262,6 +262,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     return Settings.of(
         task,
         values,
+        PROGRAM,
         devices=devices,
         max_running=np.where(values[RUNNING] > 0, np.maximum(values[RUNNING] // values[DP], 1), MIN_RUNNING),
         max_batched_tokens=tokens,
@@ -276,11 +277,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         state_share=np.full(ranks.shape, ratio / (1.0 + ratio)),
         state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, STATE_SLOTS),
         drafted=_drafted(other_args, values),
-        scheme=PROGRAM.scheme(task, values),
         **_tiers(other_args, values),
-        quantized=PROGRAM.converts_to_fp8(values),
-        tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
-        **knobs.exchange_settings(task, values, KNOBS, PROGRAM.exchanges),
         **adapters.adapter_settings(
             task, values, other_args, slots=8, on_host=other_args.get("max-loaded-loras", math.inf)
         ),

@@ -23,6 +23,7 @@ from flagcore_models.layers import (
 from flagcore_training.adapters import as_noted
 from flagcore_training.commands import parse
 from flagcore_training.lengths import length_warnings
+from flagcore_training.rules import RuleTable
 from flagcore_training.time.step import replica_wait
 
 from flagcore.contracts import Commands, Costs, Engine, Published
@@ -34,7 +35,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
-from flagcore.i18n import Message, _
+from flagcore.i18n import _
 from flagcore.spec.plain_data import package_yaml
 from flagcore_trainers import start
 from flagcore_trainers.fully_shard import AC
@@ -63,10 +64,8 @@ AUTOTP, ULYSSES = "tensor_model_parallel_size", "context_parallel_size"
 LEAST_STAGE = {OVERLAP: 1, BUCKET: 1, **dict.fromkeys((HPZ, *QUANTIZED), 3)}
 """The lowest stage of ZeRO that does not ignore a setting."""
 PROGRAM: Mapping[str, Any] = package_yaml(__package__, "deepspeed.yaml")
-
-
 NAMES = {"AUTOTP": AUTOTP, "HPZ": HPZ, "OFFLOAD": OFFLOAD, "ULYSSES": ULYSSES, "ZERO": ZERO}
-"""The names of knobs in messages of rules, by their fields."""
+rule = RuleTable(__package__, NAMES)
 
 
 class DeepSpeedCommands(Commands):
@@ -248,38 +247,16 @@ class DeepSpeed(Trainer):
             numbers = self.numbers(task, columns)
             return np.asarray((numbers[ZERO] == 0) & (numbers[OFFLOAD] == 1))
 
-        message = Message("{OFFLOAD} needs {ZERO} of at least 1", **NAMES)
-        offload = Rule(name="offload_needs_zero", knobs=(ZERO, OFFLOAD), message=message, broken=broken)
-        whole_groups = Rule(
-            name="hpz_groups",
-            knobs=(HPZ,),
-            message=Message(
-                "{HPZ} must divide the number of devices, {devices}", **NAMES, devices=task.cluster.devices
-            ),
-            broken=lambda columns: task.cluster.devices % np.maximum(columns[HPZ], 1) != 0,
-        )
-        model, length = task.spec.model, task.spec.train.seq_length
+        devices, model, length = task.cluster.devices, task.spec.model, task.spec.train.seq_length
         heads = (each.num_heads for each in attention_counts(model))
         shared = math.gcd(length, model.num_attention_heads, *heads)
-        ulysses = Rule(
-            name="ulysses",
-            knobs=(ULYSSES,),
-            message=Message(
-                "{ULYSSES} must divide num_attention_heads and seq_length: a divisor of {shared}",
-                **NAMES,
-                shared=shared,
-            ),
-            broken=lambda columns: shared % np.maximum(columns.get(ULYSSES, 1), 1) != 0,
+        return (
+            *super().rules(task),
+            rule("offload_needs_zero", broken),
+            rule("hpz_groups", lambda c: devices % np.maximum(c[HPZ], 1) != 0, devices=devices),
+            rule("ulysses", lambda c: shared % np.maximum(c.get(ULYSSES, 1), 1) != 0, shared=shared),
+            rule("autotp_or_ulysses", lambda c: np.asarray((c.get(AUTOTP, 1) > 1) & (c.get(ULYSSES, 1) > 1))),
         )
-        alone = Rule(
-            name="autotp_or_ulysses",
-            knobs=(AUTOTP, ULYSSES),
-            message=Message(
-                "{AUTOTP} and {ULYSSES} are not both above 1: DeepSpeed has one group besides data parallelism", **NAMES
-            ),
-            broken=lambda columns: np.asarray((columns.get(AUTOTP, 1) > 1) & (columns.get(ULYSSES, 1) > 1)),
-        )
-        return (*super().rules(task), offload, whole_groups, ulysses, alone)
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
         """Return the merge of candidates whose stage of ZeRO ignores a setting."""

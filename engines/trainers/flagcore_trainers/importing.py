@@ -189,18 +189,21 @@ CHECKPOINTS = re.compile(
 """Options of scripts that store the inputs of layers only. Others of the same names have values that turn them off."""
 
 
-def effects_of_deepspeed(words: Sequence[str], content: Mapping[str, Any]) -> list[Unmodelled]:
+def effects_of_deepspeed(words: Sequence[str], content: Mapping[str, Any], prefix: str = "") -> list[Unmodelled]:
     """Return the effects of a configuration's keys and of a command's options that predictions do not include.
 
-    Options that have no class are those of the user's own script.
+    Options that have no class are those of the user's own script. `prefix`: what users read before the keys.
     """
-    stage, device = (
-        files.value_at(content, f"zero_optimization.{key}") for key in ("stage", "offload_optimizer.device")
-    )
+    given = dict(flat(content))
+    stage, device = (given.get(f"zero_optimization.{key}") for key in ("stage", "offload_optimizer.device"))
     idle = [OF_ZERO_3] * (stage not in (3, "3", "auto")) + [OF_OFFLOAD] * (device in (None, "none"))
-    found = {key: value for key, value in flat(content) if not any(each.fullmatch(key) for each in idle)}
+    found = [
+        (key, f"{prefix}{key}", value)
+        for key, value in given.items()
+        if not (DEEPSPEED.is_listed(key) and any(each.fullmatch(key) for each in idle))
+    ]
     options = {name: value for name, value in _options(words).items() if not DEEPSPEED.unclassed([name[2:]])}
-    return _effects(DEEPSPEED, [(name.removeprefix("--"), name, each) for name, each in (found | options).items()])
+    return _effects(DEEPSPEED, [*found, *((name.removeprefix("--"), name, each) for name, each in options.items())])
 
 
 DEEPSPEED, TORCHTITAN = (read_settings(__package__, f"settings/{name}.yaml") for name in ("deepspeed", "torchtitan"))
@@ -406,8 +409,9 @@ def effects_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> l
     given = dict(flat(content))
     for written, value in _options(words).items():
         section, _, key = (name := written[2:]).rpartition(".")
-        is_off = key.startswith(("no-", "no_")) and not TORCHTITAN.is_listed(name)
-        name, value = (f"{section}.{key[3:]}", False) if is_off else (name, value)
+        positive, is_no = f"{section}.{key[3:]}", key.startswith(("no-", "no_"))
+        if is_no and TORCHTITAN.is_listed(positive) and not TORCHTITAN.is_listed(name):
+            name, value = positive, False
         given[name] = ",".join(map(str, value)) if isinstance(value, list) else value
     found = [(key, key, value) for key, value in given.items()]
     if kind := FORMATS.search(name := str(given.get("config"))):

@@ -52,23 +52,17 @@ SEARCH_SECONDS, SLOW_SECONDS, MAX_SLOW_SECONDS = 1.0, 0.02, 20.0
 lines. Patterns of users may go back and forth without end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pattern:
-    """A pattern that is searched with a time limit. The standard library has none."""
-
-    text: str
-
-    def search(self, line: str) -> "regex.Match[str] | None":
-        """Return the first match in a line, or None. Raises TooSlow."""
-        try:
-            return regex.search(self.text, line, timeout=SEARCH_SECONDS)
-        except TimeoutError:
-            problem = f"the pattern {self.text} takes more than {SEARCH_SECONDS:g} s on the line {line[:200]!r}"
-            raise TooSlow(f"{problem}; repeat no group that contains a repeat") from None
-
-
 class TooSlow(Exception):
     """The error for a pattern that exceeds its time limit on a line."""
+
+
+def _search(pattern: str, line: str) -> "regex.Match[str] | None":
+    """Return the first match in a line, or None. The standard library has no time limit. Raises TooSlow."""
+    try:
+        return regex.search(pattern, line, timeout=SEARCH_SECONDS)
+    except TimeoutError:
+        problem = f"the pattern {pattern} takes more than {SEARCH_SECONDS:g} s on the line {line[:200]!r}"
+        raise TooSlow(f"{problem}; repeat no group that contains a repeat") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +72,14 @@ class Patterns:
     `steps`: alternatives for a line per step. `printed`: the pattern of the line with each knob's value.
     """
 
-    steps: Sequence[Pattern]
-    loss: Pattern | None = None
-    memory_gib: Pattern = Pattern(MEMORY_GIB)
-    printed: Mapping[str, Pattern] = field(default_factory=dict)
+    steps: Sequence[str]
+    loss: str | None = None
+    memory_gib: str = MEMORY_GIB
+    printed: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
 class Log:
-    """What one run has logged so far.
+    """What the log files of one trial state so far. The global batch of the task converts rates to seconds.
 
     `times`: the seconds of each step by its number, in the order of the lines. If several ranks print a step, its first
     line counts. `unusable`: stated times and rates that are no finite numbers above 0. `values`: the values in use by
@@ -94,29 +87,38 @@ class Log:
     time limit, after which no line is read; empty if there is none.
     """
 
-    patterns: Patterns
-    samples: int
-    tokens: int
-    devices: int
-    steps: int
-    times: dict[str, float] = field(default_factory=dict)
-    unusable: list[str] = field(default_factory=list)
-    losses: list[float | None] = field(default_factory=list)
-    peak_bytes: int | None = None
-    values: dict[str, str] = field(default_factory=dict)
-    last: str = ""
-    too_slow: str = ""
-    _slow_s: float = 0.0
-    _used: Pattern | None = None
-    _arrived: tuple[float, str] | None = None
-    _seen: set[str] = field(default_factory=set)
+    def __init__(self, folder: str, task: Task, patterns: Patterns) -> None:
+        self.patterns, self.devices, self.steps = patterns, task.cluster.devices, task.spec.control.train_iters
+        self.samples = task.spec.train.global_batch_size
+        self.tokens = self.samples * task.spec.train.seq_length
+        self.times: dict[str, float] = {}
+        self.unusable: list[str] = []
+        self.losses: list[float | None] = []
+        self.peak_bytes: int | None = None
+        self.values: dict[str, str] = {}
+        self.last = self.too_slow = ""
+        self._slow_s = 0.0
+        self._used: str | None = None
+        self._arrived: tuple[float, str] | None = None
+        self._seen: set[str] = set()
+        self._files = LogFiles(folder, self.add)
 
-    @classmethod
-    def of(cls, task: Task, patterns: Patterns) -> "Log":
-        """Return an empty log of a run of `task`, whose global batch converts rates to seconds."""
-        samples = task.spec.train.global_batch_size
-        tokens, steps = samples * task.spec.train.seq_length, task.spec.control.train_iters
-        return cls(patterns, samples, tokens, task.cluster.devices, steps)
+    def __call__(self, *, unfinished: bool = False) -> tuple[float, ...]:
+        """Read what was added since the last call, and return the step times.
+
+        If none of several stated times is usable, they are infinite, so that the trial ends after its steps. If a
+        pattern is too slow, it ends at once. `unfinished`: whether to read a last line without a line break, too.
+        """
+        self._files.read(unfinished=unfinished)
+        if self.too_slow:
+            return (math.inf,) * self.steps
+        unusable = len(self.unusable)
+        return tuple(self.times.values()) or (math.inf,) * (unusable if unusable > 1 else 0)
+
+    @property
+    def note(self) -> str:
+        """The log whose end was not read, if any, to be added to a message."""
+        return self._files.note
 
     def add(self, line: str) -> None:
         """Read one line. The first format that matches a line is the format of the whole log."""
@@ -144,16 +146,16 @@ class Log:
         text = line[at.end() :] if at else line
         self.last = text.strip() or self.last
         for pattern in [self._used] if self._used else self.patterns.steps:
-            if match := pattern.search(text):
+            if match := _search(pattern, text):
                 self._used = pattern
                 self._add_step(match.groupdict(), float(at[1]) if at else None)
                 break
-        if self.patterns.loss and (found := self.patterns.loss.search(text)):
+        if self.patterns.loss and (found := _search(self.patterns.loss, text)):
             self.losses.append(_number(found[1]))
-        if found := self.patterns.memory_gib.search(text):
+        if found := _search(self.patterns.memory_gib, text):
             self._add_memory(found[1])
         for knob, pattern in self.patterns.printed.items():
-            if knob not in self.values and (found := pattern.search(text)):
+            if knob not in self.values and (found := _search(pattern, text)):
                 self.values[knob] = found[1]
 
     @property
@@ -220,27 +222,3 @@ THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?([eE][-+]?\d+)?")
 def _number(text: str | None) -> float | None:
     text = (text or "").strip(" ,")
     return finite_number(text.replace(",", "" if THOUSANDS.fullmatch(text) else "."))
-
-
-class Reading:
-    """The log files of one trial. Each call reads what was added since the last one, and returns the step times.
-
-    If none of several stated times is usable, they are infinite, so that the trial ends after its steps. If a pattern
-    is too slow, it ends at once.
-    """
-
-    def __init__(self, folder: str, log: Log) -> None:
-        self.log, self._files = log, LogFiles(folder, log.add)
-
-    @property
-    def note(self) -> str:
-        """The log whose end was not read, if any, to be added to a message."""
-        return self._files.note
-
-    def __call__(self, *, unfinished: bool = False) -> tuple[float, ...]:
-        """Read on. `unfinished`: whether to read a last line without a line break, too."""
-        self._files.read(unfinished=unfinished)
-        if self.log.too_slow:
-            return (math.inf,) * self.log.steps
-        unusable = len(self.log.unusable)
-        return tuple(self.log.times.values()) or (math.inf,) * (unusable if unusable > 1 else 0)

@@ -1,7 +1,7 @@
 """The section `train.program` of a spec: the knobs of a user's program, and the patterns of its log."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import Field
@@ -151,43 +151,43 @@ def program_of(data: object) -> ProgramSection:
         variables = [row.env for row in section.knobs.values() if row.env]
         for name in sorted({each for each in variables if variables.count(each) > 1}):
             problems.append(spec_error("knobs", f"has several knobs with env {name}", fix="make them one knob"))
-        step = section.log.step
-        if step and "step" not in re.compile(step).groupindex:
-            fix = r"write the number of the step as (?P<step>\d+): several ranks may print the same step"
-            problems.append(spec_error("log.step", "has no group `step`", value=step, fix=fix))
-        groups = re.compile(step).groupindex.keys() if step else set[str]()
-        if unknown := sorted(groups - {*GROUPS}):
-            problem = f"has the unknown group `{unknown[0]}`"
-            fix = f"use {', '.join(GROUPS)}, or a group without a name"
-            problems.append(spec_error("log.step", problem, value=step, fix=fix))
-        if groups >= {"s", "ms"} and "|" not in (step or ""):
-            problem, fix = "has the groups `s` and `ms`", "keep the one whose unit the program prints"
-            problems.append(spec_error("log.step", problem, value=step, fix=fix))
+        problems += _step_problems(section.log.step or "")
     if section is None or problems:
         raise join_errors([located(each, ("train", "program"), "") for each in problems])
     return section
 
 
-def _row_problems(name: str, row: KnobRow, program: ProgramSection) -> list[SpecError]:
+def _step_problems(pattern: str) -> Iterator[SpecError]:
+    """Yield the problems of the pattern of a line per step, whose groups flagcore must know."""
+    groups = re.compile(pattern).groupindex.keys()
+    if pattern and "step" not in groups:
+        fix = r"write the number of the step as (?P<step>\d+): several ranks may print the same step"
+        yield spec_error("log.step", "has no group `step`", value=pattern, fix=fix)
+    if unknown := sorted(groups - {*GROUPS}):
+        fix = f"use {', '.join(GROUPS)}, or a group without a name"
+        yield spec_error("log.step", f"has the unknown group `{unknown[0]}`", value=pattern, fix=fix)
+    if groups >= {"s", "ms"} and "|" not in pattern:
+        problem, fix = "has the groups `s` and `ms`", "keep the one whose unit the program prints"
+        yield spec_error("log.step", problem, value=pattern, fix=fix)
+
+
+def _row_problems(name: str, row: KnobRow, program: ProgramSection) -> Iterator[SpecError]:
     at: KeyPath = ("knobs", name)
-    problems = []
     if row.key and program.config is None:
-        problems.append(spec_error((*at, "key"), "needs a configuration file", value=row.key, fix="set `config`"))
+        yield spec_error((*at, "key"), "needs a configuration file", value=row.key, fix="set `config`")
     if row.env and OF_TRIAL.fullmatch(row.env):
-        problems.append(spec_error((*at, "env"), "is a variable that flagcore sets for each trial", value=row.env))
+        yield spec_error((*at, "env"), "is a variable that flagcore sets for each trial", value=row.env)
     if row.env and (odd := [each for each in values_of(row) if "\0" in str(each)]):
-        problems.append(spec_error((*at, "values"), "contain NUL, which no variable can", value=odd))
+        yield spec_error((*at, "values"), "contain NUL, which no variable can", value=odd)
     if meaning := meaning_of(name, row):
-        numbers = numbers_of(row)
         least, most = (0, LARGEST[meaning]) if meaning in LARGEST else (1, 2**31)
-        if wrong := [value for value, number in numbers.items() if number is None or not least <= number <= most]:
+        numbers = numbers_of(row).items()
+        if wrong := [value for value, number in numbers if number is None or not least <= number <= most]:
             rule = f"a number from {least} to {most}" if meaning in LARGEST else "a positive whole number"
-            problem = f"mean no {meaning}, which is {rule}"
             fix = f"write what each value means, as in {wrong[0]}: {least}"
-            problems.append(spec_error((*at, "values"), problem, value=[*wrong], fix=fix))
+            yield spec_error((*at, "values"), f"mean no {meaning}, which is {rule}", value=[*wrong], fix=fix)
     if row.default is not None and as_value(row, row.default) not in values_of(row):
-        problems.append(spec_error((*at, "default"), "is not one of `values`", value=row.default, fix="add it there"))
-    return problems
+        yield spec_error((*at, "default"), "is not one of `values`", value=row.default, fix="add it there")
 
 
 def meaning_of(name: str, row: KnobRow) -> str | None:

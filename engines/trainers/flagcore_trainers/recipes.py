@@ -17,6 +17,7 @@ from flagcore_models.public import model_of
 from flagcore_training.adapters import NAMES, TARGETS, absent_targets, adapter_section, layer_names
 from flagcore_training.commands import cluster_of, parse
 from flagcore_training.lengths import assumed_lengths
+from flagcore_training.unmodelled import note_effects
 
 from flagcore.domain.launch import Start
 from flagcore.domain.lengths import LONGEST, PACKED
@@ -26,7 +27,7 @@ from flagcore.errors import SpecError, join_errors
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import Notes, package_yaml
 from flagcore_trainers import fully_shard as fs
-from flagcore_trainers.importing import MICRO, MICRO_KEY, STEPS, Imported
+from flagcore_trainers.importing import MICRO, MICRO_KEY, STEPS, Imported, effects_of_deepspeed
 from flagcore_trainers.start import CONFIG
 
 TABLES: Any = package_yaml(__package__, "recipes.yaml")
@@ -41,7 +42,8 @@ STAGE, DEVICE = "zero_optimization.stage", "zero_optimization.offload_optimizer.
 BUCKET, OVERLAP = "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm"
 OF_SHARDS = (fs.OFFLOAD, fs.COMPILE, "reshard", "shard", "replicate")
 """Meanings that only jobs on FSDP have."""
-MEGATRON_NAMES = (*MEGATRON["knobs"], *MEGATRON["settings"], *MEGATRON["ends"], *RECOMPUTE)
+DEPTHS = "mtp_num_layers"
+MEGATRON_NAMES = (*MEGATRON["knobs"], *MEGATRON["settings"], *MEGATRON["ends"], *RECOMPUTE, DEPTHS)
 PATHS = [
     f"{model}.layers.{layer}.{part}."
     for model in ("model", "model.language_model", "language_model.model")
@@ -81,7 +83,6 @@ def _dialect(framework: str, *, on_megatron: bool) -> Dialect:
         keys=keys,
         defaults={**row["defaults"], **(row.get("megatron_defaults", {}) if on_megatron else {})},
         **tables,
-        classes={"deepspeed.": ("flagcore_trainers", "settings/deepspeed.yaml")},
         config=CONFIG_FLAGS,
         program=_PROGRAM,
         presets=row.get("presets", {}),
@@ -130,6 +131,7 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
         "precision": _precision(read),
     }
     train |= {"attention": "unfused"} if read.is_on("unfused") else {}
+    train |= {DEPTHS: depths} if (depths := read.value(DEPTHS)) is not None else {}
     train |= _lengths(read, train["seq_length"], notes) | _adapter(read, notes)
     if notes.problems:
         raise join_errors(notes.problems)
@@ -362,6 +364,8 @@ def _on_deepspeed(read: Reading, hidden_size: int, notes: Notes) -> Part:
     """Return the part of a job on DeepSpeed. If its configuration is a file here, trials start the command."""
     given, file = read.value("deepspeed"), Path(read.directory, str(read.value("deepspeed")))
     content = _configuration(read, given, file, notes)
+    note_effects(effects_of_deepspeed((), content, "deepspeed."), notes)
+    read.given = {key: value for key, value in read.given.items() if not key.startswith("deepspeed.")}
     read.drop(*OF_SHARDS, fs.PP, fs.EP, "pure")
     stage = str(content.get(STAGE) or 0)
     if stage not in ("0", "1", "2", "3"):
@@ -371,8 +375,6 @@ def _on_deepspeed(read: Reading, hidden_size: int, notes: Notes) -> Part:
     baseline[fs.AC] = "full" if read.is_on("checkpointing") else "none"
     baseline |= {name: size for name in (fs.TP, fs.CP) if (size := read.size(name)) > 1}
     baseline |= _of_zero(content, hidden_size)
-    if (device := content.get("zero_optimization.offload_param.device")) not in OFF:
-        notes.note("deepspeed.zero_optimization.offload_param.device", f"not in the predictions ({device})", "train")
     has_trials = "set" in read.row and "deepspeed" in read.given and file.is_file()
     return {"engine": "deepspeed", **(_command(read, given) if has_trials else {})}, baseline
 

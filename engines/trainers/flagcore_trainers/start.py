@@ -169,16 +169,21 @@ def own_configurations(words: Sequence[str], directory: Path) -> Iterator[str]:
         if path.suffix != ".py" or not path.is_file():
             continue
         with suppress(SyntaxError, ValueError, SpecError):
-            tree = ast.parse(read_text(path, file=word, key="train.command"))
-            nodes = [*ast.walk(tree)]
-            assigned = [each for each in nodes if isinstance(each, ast.Assign) and _is_dictionary(each.value)]
-            names = {name.id for each in assigned for name in each.targets if isinstance(name, ast.Name)}
-            for call in (each for each in nodes if isinstance(each, ast.Call)):
-                keywords = PASSED.get(getattr(call.func, "attr", getattr(call.func, "id", "")), ())
-                values = [each.value for each in call.keywords if each.arg in keywords]
-                if any(_is_dictionary(each) or getattr(each, "id", "") in names for each in values):
-                    place = f"{word}:{call.lineno}"
-                    yield f"{place} passes a configuration of its own: candidates need the file of the command there"
+            for line in _own_calls(ast.parse(read_text(path, file=word, key="train.command"))):
+                place = f"{word}:{line}"
+                yield f"{place} passes a configuration of its own: candidates need the file of the command there"
+
+
+def _own_calls(tree: ast.Module) -> Iterator[int]:
+    """Yield the line of each call that passes a dictionary as the configuration."""
+    nodes = [*ast.walk(tree)]
+    assigned = [each for each in nodes if isinstance(each, ast.Assign) and _is_dictionary(each.value)]
+    names = {name.id for each in assigned for name in each.targets if isinstance(name, ast.Name)}
+    for call in (each for each in nodes if isinstance(each, ast.Call)):
+        keywords = PASSED.get(getattr(call.func, "attr", getattr(call.func, "id", "")), ())
+        values = [each.value for each in call.keywords if each.arg in keywords]
+        if any(_is_dictionary(each) or getattr(each, "id", "") in names for each in values):
+            yield call.lineno
 
 
 def _is_dictionary(value: ast.expr) -> bool:

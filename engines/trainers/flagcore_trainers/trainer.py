@@ -236,10 +236,8 @@ class Trainer(Engine):
         spec, command, written = task.spec, self.command(task.spec), ""
         placeholders = self._placeholders(task, candidate, folder)
         if command.config:
-            keys = {row.key: self._value(name, values[name]) for name, row in program.knobs.items() if row.key}
-            keys |= self.further_keys(task, candidate)
-            keys |= {} if for_real else self.trial_keys(task)
-            written = start.write_config(start.changed(command.content, keys), command.config, folder)
+            content = start.changed(command.content, self._keys(task, candidate, for_real=for_real))
+            written = start.write_config(content, command.config, folder)
         added = () if for_real else program.trial_args
         argv = start.argv_of(command, program.knobs, values, placeholders, (*spec.train.flags, *added), written)
         if not for_real and self._needs_clock():
@@ -250,6 +248,12 @@ class Trainer(Engine):
             argv = ("env", *replaced, *argv)  # otherwise the plugin's value, which the launch adds, would count
         variables = {**environment({name: values[name] for name in program.knobs}), **own}
         return Launch(argv=argv, folder=folder, environment=variables, directory=command.directory)
+
+    def _keys(self, task: Task, candidate: Candidate, *, for_real: bool) -> dict[str, Any]:
+        """Return the values of keys of a candidate's configuration file."""
+        knobs, values = self.described.knobs, candidate.as_dict()
+        keys = {row.key: self._value(name, values[name]) for name, row in knobs.items() if row.key}
+        return keys | self.further_keys(task, candidate) | ({} if for_real else self.trial_keys(task))
 
     def further_keys(self, task: Task, candidate: Candidate) -> dict[str, Any]:
         """Return further keys of a candidate's configuration file, also for the real job. By default none."""
@@ -308,44 +312,36 @@ class Trainer(Engine):
         formats = (log.format,) if log.format else logs.TIMED
         steps = (log.step,) if log.step else [logs.FORMATS[name] for name in formats]
         printed = {name: row.printed for name, row in self.described.knobs.items() if row.printed}
-        return logs.Patterns(
-            steps=[logs.Pattern(each) for each in steps],
-            loss=logs.Pattern(log.loss) if log.loss else None,
-            memory_gib=logs.Pattern(log.memory_gib or logs.MEMORY_GIB),
-            printed={name: logs.Pattern(pattern) for name, pattern in printed.items()},
-        )
+        return logs.Patterns(steps=steps, loss=log.loss, memory_gib=log.memory_gib or logs.MEMORY_GIB, printed=printed)
 
     def steps(self, task: Task, folder: str) -> Steps:
-        reading = logs.Reading(folder, logs.Log.of(task, self.patterns()))
-        return Steps(reading, limit=task.spec.control.train_iters)
+        return Steps(logs.Log(folder, task, self.patterns()), limit=task.spec.control.train_iters)
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
-        reading = logs.Reading(folder, logs.Log.of(task, self.patterns()))
-        reading(unfinished=True)
-        if reading.log.too_slow:
-            raise NoMetrics(reading.log.too_slow)
-        times = tuple(reading.log.times.values())
-        if not times and (stated := reading.log.unusable):
+        log = logs.Log(folder, task, self.patterns())
+        log(unfinished=True)
+        if log.too_slow:
+            raise NoMetrics(log.too_slow)
+        times = tuple(log.times.values())
+        if not times and (stated := log.unusable):
             problem = f"the log states {stated[0]} as the time or rate of a step, not one finite number above 0"
-            raise NoMetrics(f"unusable step time: {problem}{reading.note}")
+            raise NoMetrics(f"unusable step time: {problem}{log.note}")
         if not times:
             pattern = self.described.log.step
             fix = "correct" if pattern else "give"
             problem = f"no line of the log {'matches train.program.log.step' if pattern else 'has a step time'}"
-            if reading.log.matched:
+            if log.matched:
                 problem = "the log has no second line of a step, from whose arrival times would follow"
-            shown = f"; its last line is {reading.log.last[:200]!r}" if reading.log.last else ""
-            raise NoMetrics(
-                f"{problem}; {fix} train.program.log.step, the pattern of a line per step{shown}{reading.note}"
-            )
+            shown = f"; its last line is {log.last[:200]!r}" if log.last else ""
+            raise NoMetrics(f"{problem}; {fix} train.program.log.step, the pattern of a line per step{shown}{log.note}")
         warmup = warmup_of_fewer(len(times), warmup_steps(times, task.spec.control.warmup_iters))
         return measurement(
             task,
             times,
             warmup,
-            losses=reading.log.losses,
-            peak_allocated_bytes=reading.log.peak_bytes,
-            effective=self.effective(reading.log),
+            losses=log.losses,
+            peak_allocated_bytes=log.peak_bytes,
+            effective=self.effective(log),
         )
 
     def effective(self, log: logs.Log) -> dict[str, KnobValue]:

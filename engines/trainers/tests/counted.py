@@ -1,8 +1,9 @@
-"""Counts the tensors of a rank of the decoder with torch's own tracker, without the other ranks.
+"""Counts the tensors of a rank of the decoder, without the other ranks: with torch's own tracker, or the storages of a
+rank of a pipeline.
 
 Tensors are fake, except with tensor parallelism, whose lookup of the embedding needs values.
 
-`python -m engines.trainers.tests.counted` prints the errors of the predicted memory for jobs that are drawn at random.
+`python -m engines.trainers.tests.counted SEED COUNT` prints the errors of the predicted memory for random jobs.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import random
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from multiprocessing import get_context
 from typing import Any
 from unittest import mock
 
@@ -19,17 +21,25 @@ import torch
 import torch.distributed as dist
 from flagcore_trainers.fully_shard import SCHEDULES, memory, weights
 from flagcore_training.trial.layers import causal_mask, own_positions
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from engines.models.tests.examples import layer_of
 from engines.trainers.tests.decoder.job import Job, Layout
 from engines.trainers.tests.decoder.mixers import MIXERS  # noqa: F401  # of `decoder`
 from engines.trainers.tests.decoder.model import build, rotary_angles
-from engines.trainers.tests.decoder.ranks import device_meshes
+from engines.trainers.tests.decoder.ranks import device_meshes, pipeline
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Adapter
 
@@ -90,6 +100,69 @@ def counted(job: Job) -> tuple[float, float]:
     return held + adam, peak["Total"] + adam
 
 
+class Storages(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
+    """The storages of all tensors that operators use. `peak`: the most bytes that they had at once.
+
+    `kind`: the type of the job's tensors. DTensor uses fake ones to find shapes, which a job with real ones ignores.
+    """
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind, self.live, self.peak = kind, WeakIdKeyDictionary(), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor | AsyncCollectiveTensor) for each in types):
+            return NotImplemented  # their local tensors follow
+        result = func(*args, **(kwargs or {}))
+        if self.add((args, kwargs, result)):
+            self.peak = max(self.peak, sum(each.nbytes() for each in self.live))
+        return result
+
+    def add(self, tree: Any) -> bool:
+        """Add the storages of tensors. Return whether some are new."""
+        before = len(self.live)
+        for each in tree_leaves(tree):
+            if type(each) in (self.kind, nn.Parameter) and each.device.type != "meta":
+                self.live[each.untyped_storage()] = True
+        return len(self.live) > before
+
+
+def counted_stages(job: Job, place: int) -> tuple[float, float]:
+    """Return the bytes of the states of a rank at `place` of its pipeline, and the peak of forward and backward."""
+    each, cpu = job.candidate, torch.device("cpu")
+    kind = FakeTensor if each.tensor == 1 else torch.Tensor
+    first = place * job.world_size // each.pipeline
+    dist.init_process_group("fake", store=FakeStore(), rank=first, world_size=job.world_size)
+    try:
+        meshes = device_meshes(job)
+        with (
+            FakeTensorMode() if each.tensor == 1 else contextlib.nullcontext(),
+            mock.patch.object(schedules, "_batch_p2p", return_value=[]),
+            mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", _without_vote),
+        ):
+            angles = rotary_angles(job, own_positions(job.sequence, each.context, 0), cpu)
+            stages = {number: build(job, meshes, cpu, angles, number) for number in job.stages_of(place)}
+            runs = pipeline(job, meshes, stages, cpu)
+            shape = (each.micro_batch * job.num_microbatches, job.sequence // each.context)
+            tokens, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+            weights = [weight.to_local() for module in stages.values() for weight in module.parameters()]
+            inputs = (tokens,) if 0 in stages else ()
+            with Storages(kind) as storages, loss_parallel() if each.tensor > 1 else contextlib.nullcontext():
+                storages.add(weights)
+                runs.step(*inputs, target=labels, losses=[], return_outputs=False)
+        size = sum(each.nbytes for each in weights)
+    finally:
+        causal_mask.cache_clear()
+        dist.destroy_process_group()
+    return 4.0 * size, storages.peak + 2.0 * size
+
+
+def _without_vote(schedule: Any, stages: list[Any], *_: Any) -> None:
+    """Do as a vote of all ranks does, which know the sizes of the tensors between stages."""
+    for each in stages:
+        each._inference_mode = InferenceMode.STATIC
+
+
 def predicted(job: Job) -> tuple[float, float]:
     """Return the predictions of what `counted` returns."""
 
@@ -127,20 +200,19 @@ def assert_memory_of(shape: Mapping[str, Any], layout: Mapping[str, Any], **work
 
     The arguments are those of `job`.
     """
-    from engines.trainers.tests import counted_stages
-
     each = job(shape, layout, **work)
-    static, peak = counted_stages.counted(each, 1) if each.candidate.pipeline > 1 else counted(each)
+    static, peak = counted_stages(each, 1) if each.candidate.pipeline > 1 else counted(each)
     assert predicted(each) == (pytest.approx(static, rel=0.005), pytest.approx(peak, rel=0.03))
 
 
 def drawn(seed: int, count: int) -> list[Job]:
-    """Return jobs with random shapes and layouts."""
+    """Return jobs with random shapes and layouts, half of them with pipelines."""
     choose, jobs = random.Random(seed), []
     while len(jobs) < count:
-        heads, channels = choose.choice([4, 8, 16]), choose.choice([64, 128])
+        heads, channels, size = choose.choice([4, 8, 16]), choose.choice([64, 128]), choose.choice([1, 1, 1, 2, 2, 4])
+        parts = choose.choice(["1f1b", "interleaved", "zbv", "dualpipev"] if size > 1 else ["1f1b"])
         shape = {
-            "num_layers": choose.choice([2, 3, 4, 6]),
+            "num_layers": 2 * size if size > 1 else choose.choice([2, 3, 4, 6]),
             "hidden_size": heads * channels,
             "ffn_hidden_size": choose.choice([2, 3, 4]) * heads * channels,
             "num_attention_heads": heads,
@@ -148,29 +220,35 @@ def drawn(seed: int, count: int) -> list[Job]:
             "kv_channels": channels,
             "vocab_size": choose.choice([4096, 16384, 32000]),
             "gated_linear_unit": choose.random() < 0.8,
-            "untie_embeddings_and_output_weights": choose.random() < 0.7,
+            "untie_embeddings_and_output_weights": size > 1 or choose.random() < 0.7,
         }
         candidate = {
             "replicate": choose.choice([1, 1, 2]),
             "shard": choose.choice([2, 4, 8]),
             "tensor": choose.choice([1, 1, 2, 4]),
             "context": choose.choice([1, 1, 2]),
+            "pipeline": size,
+            "schedule": parts,
             "micro_batch": choose.choice([1, 2, 4]),
-            "reshard_after_forward": choose.random() < 0.7,
-            "checkpointing": choose.choice(list(LEVELS)),
+            "reshard_after_forward": size == 1 and choose.random() < 0.7,
+            "checkpointing": choose.choice(list(LEVELS) if parts in ("1f1b", "interleaved") else ["none"]),
             "reduce_dtype": choose.choice(["fp32", "fp32", "bf16"]),
         }
         if shape["num_query_groups"] % candidate["tensor"]:
             continue
-        jobs.append(
-            job(shape, candidate, choose.choice([512, 1024, 2048, 4096]), choose.choice(["bf16", "bf16", "fp32"]))
-        )
+        each = job(shape, candidate, choose.choice([512, 1024, 2048]), choose.choice(["bf16", "bf16", "fp32"]))
+        jobs.append(replace(each, samples=each.samples // 2 * size * choose.choice([2, 3])) if size > 1 else each)
     return jobs
 
 
 if __name__ == "__main__":
     for each in drawn(int(sys.argv[1]), int(sys.argv[2])):
-        errors = [guess / count - 1.0 for guess, count in zip(predicted(each), counted(each), strict=True)]
+        counts, size = [], each.candidate.pipeline
+        for place in sorted({0, size - 1}):  # torch caches groups, so each rank has a process
+            with get_context("fork").Pool(1) as pool:
+                counts.append(pool.apply(counted_stages, (each, place)) if size > 1 else pool.apply(counted, (each,)))
+        most = max(counts, key=lambda count: count[1])
+        errors = [guess / count - 1.0 for guess, count in zip(predicted(each), most, strict=True)]
         model = each.model
         sizes = (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.num_query_groups, model.vocab_size)
         work = (each.sequence, each.samples, each.precision)

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from flagcore_importers.command import read_command
 from flagcore_trainers.torchtitan import TORCHTITAN
 
-from flagcore import api
 from flagcore.errors import SpecError
 from tests.product.tasks import task
 
@@ -33,7 +33,7 @@ def test_a_command_with_a_configuration_of_deepspeed(tmp_path: Path, monkeypatch
     Path("run.sh").write_text(
         f"deepspeed --num_gpus 8 --num_nodes 2 train.py --deepspeed ds.json {flags} --gradient_accumulation_steps 2\n"
     )
-    data = api.read_command(None, ["run.sh"]).data
+    data = read_command(None, ["run.sh"]).data
     assert data["train"]["engine"] == "deepspeed"
     assert data["cluster"] == {"chip": "auto", "nodes": 2, "devices_per_node": 8}
     assert data["train"]["global_batch_size"] == 4 * 2 * 16
@@ -41,7 +41,7 @@ def test_a_command_with_a_configuration_of_deepspeed(tmp_path: Path, monkeypatch
     assert "{gradient_accumulation_steps}" in data["train"]["command"]
     assert data["train"]["program"]["fixed"] == {"recompute": 2}
     with pytest.raises(SpecError, match="seq_length"):
-        api.read_command(None, ["deepspeed train.py --deepspeed ds.json --model_name_or_path Qwen/Qwen3-8B"])
+        read_command(None, ["deepspeed train.py --deepspeed ds.json --model_name_or_path Qwen/Qwen3-8B"])
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_script_with_a_configuration_of_its_own_is_noted(
     Path("ds.json").write_text('{"train_batch_size": 8}')
     Path("train.py").write_text(f"own = {{'train_batch_size': 8}}\n{call}\n")
     words = f"deepspeed --num_gpus 8 train.py --deepspeed ds.json --model Qwen/Qwen3-8B --max_length 2048 {flag}"
-    imported = api.read_command(None, [words])
+    imported = read_command(None, [words])
     assert {each.key for each in imported.notes} & {"config", flag} == notes
     assert ("program" in imported.data["train"]) == (flag in notes)
 
@@ -69,7 +69,7 @@ def test_a_command_with_a_toml_file_of_torchtitan(tmp_path: Path, monkeypatch: p
     Path("8b.toml").write_text(TOML)
     words = "srun torchrun --nnodes 2 --nproc_per_node 8 train.py --job.config_file 8b.toml --training.seq_len 4096"
     words += " --parallelism.tensor_parallel_degree 4 --compile.enable=true"
-    imported = api.read_command(None, [words], chip="H100-SXM")
+    imported = read_command(None, [words], chip="H100-SXM")
     train, program = imported.data["train"], imported.data["train"]["program"]
     assert (train["engine"], train["seq_length"], train["global_batch_size"]) == ("torchtitan", 4096, 3 * 4)
     assert program["knobs"]["activation_checkpointing"]["flag"] == "--activation_checkpoint.mode"
@@ -89,7 +89,7 @@ def test_keys_that_nothing_reads_are_noted(tmp_path: Path, monkeypatch: pytest.M
     file += '[optimizer]\nname = "AdamW"\nstate_dtype = "bfloat16"\n[compile]\nenable = true\ncomponents = ["loss"]\n'
     Path("8b.toml").write_text(file)
     words = "torchrun --nproc_per_node 8 train.py --job.config_file 8b.toml --parallelism.expert_parallel_degree=1"
-    imported = api.read_command(None, [f"{words} --training.own_flag 3"], chip="H100-SXM")
+    imported = read_command(None, [f"{words} --training.own_flag 3"], chip="H100-SXM")
     effects = [each.key for each in imported.notes if "not predicted: " in each.text]
     assert {*", ".join(effects).split(", ")} == {
         *("training.enable_cpu_offload", "training.gradient_accumulation_steps", "optimizer.state_dtype"),
@@ -105,7 +105,7 @@ def test_options_of_a_trainer_that_change_the_job_are_noted(tmp_path: Path, monk
     Path("ds.json").write_text(json.dumps(config))
     words = "deepspeed --num_gpus 8 train.py --ds_config ds.json --model Qwen/Qwen3-8B --max_length 2048"
     words += " --per_device_train_batch_size 16 --use_lora true --load_in_4bit False --optim adamw_torch"
-    notes = {each.key: each.text for each in api.read_command(None, [words]).notes}
+    notes = {each.key: each.text for each in read_command(None, [words]).notes}
     assert "16 contradicts 4" in notes["--per_device_train_batch_size"]
     assert "only adapters are trained" in notes["--use_lora"]
     assert "--load_in_4bit" not in notes
@@ -116,11 +116,11 @@ def test_what_a_command_leaves_open_is_named(tmp_path: Path, monkeypatch: pytest
     Path("ds.json").write_text('{"train_batch_size": "auto", "gradient_accumulation_steps": "auto"}')
     words = "deepspeed train.py --deepspeed ds.json --model Qwen/Qwen3-8B --max_length 2048"
     words += " --per_device_train_batch_size 4 --gradient_accumulation_steps 2"
-    imported = api.read_command(None, [words])
+    imported = read_command(None, [words])
     notes = {each.key: each.text for each in imported.notes}
     assert imported.data["train"]["global_batch_size"] == 8
     assert "one device" in notes["train.global_batch_size"]
-    imported = api.read_command(None, [words.replace("train", "--num_gpus 8 train", 1)])
+    imported = read_command(None, [words.replace("train", "--num_gpus 8 train", 1)])
     notes = {each.key: each.text for each in imported.notes}
     assert "--per_device_train_batch_size" not in notes
     assert "one device" not in notes["train.global_batch_size"]
@@ -141,7 +141,7 @@ def test_a_toml_file_is_not_guessed_at(
     monkeypatch.chdir(tmp_path)
     Path("8b.toml").write_text(TOML.replace(old, new, 1))
     with pytest.raises(SpecError) as refused:
-        api.read_command(None, ["torchrun --nproc_per_node 8 train.py --job.config_file 8b.toml"], chip="H100-SXM")
+        read_command(None, ["torchrun --nproc_per_node 8 train.py --job.config_file 8b.toml"], chip="H100-SXM")
     assert refused.value.key.endswith(key)
 
 
@@ -158,7 +158,7 @@ def test_degrees_are_compared_with_the_devices(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("8b.toml").write_text(TOML.replace("shard_degree = 8", "shard_degree = 4\ndata_parallel_replicate_degree = 4"))
-    imported = api.read_command(None, [f"torchrun {launcher} train.py --job.config_file 8b.toml"], chip="H100-SXM")
+    imported = read_command(None, [f"torchrun {launcher} train.py --job.config_file 8b.toml"], chip="H100-SXM")
     assert imported.data["cluster"]["nodes"] == nodes
     assert {each.key for each in imported.notes} & {"--nnodes", "cluster.nodes", "parallelism"} == noted
 
@@ -167,8 +167,8 @@ def test_sizes_in_python_are_asked_for(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     words = "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b"
     with pytest.raises(SpecError, match=r"training\.seq_len"):
-        api.read_command(None, [words])
+        read_command(None, [words])
     words += " --training.seq_len 8192 --training.local_batch_size 2"
     for shards in ("", " --parallelism.data_parallel_shard_degree -1"):
-        data = api.read_command(None, [words + shards]).data
+        data = read_command(None, [words + shards]).data
         assert (data["train"]["global_batch_size"], data["cluster"]["devices_per_node"]) == (16, 8)

@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_importers.command import read_command
+from flagcore_importers.reader import convert
 
-from flagcore import api
 from flagcore.api.inputs import open_spec
 from flagcore.contracts import commands_of
 from flagcore.domain.space import Candidate
 from flagcore.errors import SpecError, UsageError
-from flagcore.plugins import command_reader, find_engine
+from flagcore.plugins import find_engine
 
 FACTORY = """model_name_or_path: Qwen/Qwen3-4B
 stage: sft
@@ -150,9 +151,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any],
         "ENV: {NPROC_PER_NODE: 4}\nmodel: Qwen/Qwen3-30B-A3B\ntuner_type: lora\nlora_rank: 4\nmax_length: 1024\n"
         "expert_model_parallel_size: 4\nmtp_num_layers: 1\n",
         {"nodes": 1, "devices_per_node": 4},
-        {"engine": "megatron", "seq_length": 1024, "global_batch_size": 16, "adapter": {"kind": "lora", "rank": 4}},
+        {
+            "engine": "megatron",
+            "seq_length": 1024,
+            "global_batch_size": 16,
+            "adapter": {"kind": "lora", "rank": 4},
+            "mtp_num_layers": 1,
+        },
         {"expert_model_parallel_size": 4, "use_recompute": True, "recompute_granularity": "selective"},
-        "mtp_num_layers",
+        "train.lengths.mean",
     ),
     "a preset of DeepSpeed in ms-swift": (
         "run.sh",
@@ -194,7 +201,7 @@ def test_a_configuration_says_model_layout_and_lengths(name: str, folder: Path) 
     file, text, cluster, train, baseline, noted = CASES[name]
     (folder / "axolotl.yaml").write_text(AXOLOTL)
     (folder / file).write_text(text)
-    imported = api.read_command(None, [file], chip="H100-SXM")
+    imported = read_command(None, [file], chip="H100-SXM")
     data = imported.data
     assert data["cluster"] == {"chip": "H100-SXM", **cluster}
     assert {key: data["train"].get(key) for key in train} == train
@@ -210,14 +217,14 @@ def test_a_configuration_says_model_layout_and_lengths(name: str, folder: Path) 
 
 def test_checkpoints_on_the_host_are_noted(folder: Path) -> None:
     (folder / "own.yaml").write_text(AXOLOTL + "gradient_checkpointing: offload\n")
-    notes = {note.key: note for note in api.read_command(None, ["own.yaml"], chip="H100-SXM").notes}
+    notes = {note.key: note for note in read_command(None, ["own.yaml"], chip="H100-SXM").notes}
     assert "offload" in str(notes["gradient_checkpointing"])
 
 
 def test_trials_start_a_command_with_a_file_of_deepspeed(folder: Path) -> None:
     (folder / "own.yaml").write_text(FACTORY + "deepspeed: ds.json\n")
     words = ["env NPROC_PER_NODE=4 llamafactory-cli train own.yaml per_device_train_batch_size=1"]
-    data = api.read_command(None, words, chip="H100-SXM").data
+    data = read_command(None, words, chip="H100-SXM").data
     assert data["train"]["global_batch_size"] == 16
     assert data["auto_tuner"]["space"] == {"activation_checkpointing": ["full"]}
     baseline = data["auto_tuner"]["baseline"]
@@ -249,7 +256,7 @@ def test_trials_start_a_command_with_a_file_of_deepspeed(folder: Path) -> None:
 def test_what_is_not_predicted_is_refused_by_its_key(folder: Path, old: str, new: str, key: str) -> None:
     (folder / "own.yaml").write_text(FACTORY.replace(old, new))
     with pytest.raises(SpecError) as caught:
-        api.read_command(None, ["own.yaml"])
+        read_command(None, ["own.yaml"])
     assert caught.value.key == key
 
 
@@ -257,12 +264,12 @@ def test_without_their_reader_the_advice_is_to_install_it(folder: Path) -> None:
     (folder / "own.yaml").write_text(AXOLOTL)
     engines = {"megatron": commands_of(find_engine("megatron"))}
     with pytest.raises(UsageError, match=r"flagcore\[trainers\]"):
-        command_reader().read_command(engines, ["own.yaml"], "", None, lambda: ["megatron"])
+        convert(engines, ["own.yaml"], "", None, lambda: ["megatron"])
 
 
 def test_trials_of_deepspeed_need_a_command(folder: Path) -> None:
     (folder / "run.sh").write_text(CASES["a preset of DeepSpeed in ms-swift"][1])
-    data = api.read_command(None, ["run.sh"], chip="H100-SXM").data
+    data = read_command(None, ["run.sh"], chip="H100-SXM").data
     task = open_spec(data, None, (), plan=True).problem.platform.task
     with pytest.raises(SpecError, match=r"train\.command"):
         find_engine("deepspeed").ready(task.spec)

@@ -13,7 +13,7 @@ from flagcore_training.time.stage import Blocks
 from flagcore_training.time.step import costs_in_run, passes, step_time
 from flagcore_training.weights import model_flops, parts_of_model
 
-from engines.training.tests.candidates import LLAMA, layout, plain_costs, rank_memory, state_bytes, train
+from engines.training.tests.simulation import LLAMA, layout, plain_costs, rank_memory, state_bytes, train
 from tests.tasks import VISION
 
 PLAIN = replace(VISION, gated_linear_unit=False, full_layers=VISION.num_layers, window_size=0)

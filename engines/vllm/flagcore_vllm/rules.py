@@ -12,9 +12,9 @@ from flagcore_serving.space.weights import cached_heads
 from flagcore.domain.knob import in_versions
 from flagcore.domain.space import Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.i18n import N_, Message
+from flagcore.i18n import N_
 from flagcore_vllm import connectors
-from flagcore_vllm.servers import CONFIG, EMBEDDINGS, ENCODERS_SINCE, NIXL, P2P, P2P_RELEASES
+from flagcore_vllm.servers import CONFIG, EMBEDDINGS, ENCODERS_SINCE, P2P, P2P_RELEASES
 from flagcore_vllm.space import (
     BLOCK,
     CHUNKED,
@@ -33,28 +33,6 @@ from flagcore_vllm.space import (
     state_block,
 )
 
-NAMES = {
-    "CHUNKED": CHUNKED,
-    "CONFIG": CONFIG,
-    "CONTEXT": CONTEXT,
-    "DP": DP,
-    "EMBEDDINGS": "ec-transfer-config",
-    "EP": EP,
-    "IMAGES": IMAGES,
-    "INSTANCES": INSTANCES,
-    "NIXL": NIXL,
-    "P2P": P2P,
-    "P2P_RELEASES": P2P_RELEASES,
-    "PREFILL_DECODE": PREFILL_DECODE,
-    "REDUNDANT": REDUNDANT,
-    "SEQS": SEQS,
-    "SHARING": SHARING,
-    "THREADS": THREADS,
-    "TOKENS": TOKENS,
-    "TP": TP,
-}
-"""The names of knobs in messages of rules, by their fields."""
-
 
 def rules_of(task: Task) -> tuple[Rule, ...]:
     """Return vLLM's legality rules for candidates."""
@@ -63,32 +41,28 @@ def rules_of(task: Task) -> tuple[Rule, ...]:
     own_offload = any("spec_module_path" in str(each) for each in given)  # may copy between cores
     layouts = (
         *rules.split_rules(task, attention_and_experts=True, span=True),
-        Rule(
-            name="expert_parallel",
-            knobs=(TP, DP, EP),
-            message=Message("{EP} must be 1 or {TP} x {DP}: vLLM's expert parallelism is a switch", **NAMES),
-            broken=lambda c: (c[EP] > 1) & (c[EP] != c[TP] * c[DP]),
+        rules.rule(
+            "expert_parallel",
+            (TP, DP, EP),
+            N_("{EP} must be 1 or {TP} x {DP}: vLLM's expert parallelism is a switch"),
+            lambda c: (c[EP] > 1) & (c[EP] != c[TP] * c[DP]),
         ),
         *(each for each in rules.forbidden(task, PROGRAM) if each.name != "offload_on_cores" or not own_offload),
     )
     groups = cached_heads(task.spec.model)
-    sharing = Rule(
-        name="sharing",
-        knobs=(TP, PREFILL_DECODE, SHARING),
-        message=Message(
-            "{SHARING} must divide the {TP} / {groups} copies of the cache, and needs {PREFILL_DECODE} unset",
-            **NAMES,
-            groups=groups,
-        ),
-        broken=lambda c: (
-            (c[SHARING] > 1) & ((c[TP] % (groups * np.maximum(c[SHARING], 1)) != 0) | (c[PREFILL_DECODE] > 0))
-        ),
+    sharing = rules.rule(
+        "sharing",
+        (TP, PREFILL_DECODE, SHARING),
+        N_("{SHARING} must divide the {TP} / {groups} copies of the cache, and needs {PREFILL_DECODE} unset"),
+        lambda c: (c[SHARING] > 1) & ((c[TP] % (groups * np.maximum(c[SHARING], 1)) != 0) | (c[PREFILL_DECODE] > 0)),
+        groups=groups,
     )
-    even_experts = Rule(
-        name="even_experts",
-        knobs=(EP, REDUNDANT),
-        message=Message("{EP} must divide the {experts} experts with {REDUNDANT}", **NAMES, experts=experts),
-        broken=lambda c: (c[REDUNDANT] > 0) & ((experts + c[REDUNDANT]) % c[EP].clip(1) != 0),
+    even_experts = rules.rule(
+        "even_experts",
+        (EP, REDUNDANT),
+        N_("{EP} must divide the {experts} experts with {REDUNDANT}"),
+        lambda c: (c[REDUNDANT] > 0) & ((experts + c[REDUNDANT]) % c[EP].clip(1) != 0),
+        experts=experts,
     )
     images = most_images(task.spec.serve.loads)
     return (
@@ -97,35 +71,35 @@ def rules_of(task: Task) -> tuple[Rule, ...]:
         placement.of_each_kind(task, even_experts),
         sharing,
         *_transfer_rules(task),
-        Rule(
-            name="threads_on_cores",
-            knobs=(INSTANCES, TP, THREADS),
-            message=Message(
-                "{THREADS} x {TP} x {INSTANCES} must not exceed the {cards} cores", **NAMES, cards=hardware.cards
-            ),
-            broken=lambda c: (c[THREADS] * c[TP] > hardware.share(c[INSTANCES])) & hardware.on_cores,
+        rules.rule(
+            "threads_on_cores",
+            (INSTANCES, TP, THREADS),
+            N_("threads x {TP} x {INSTANCES} must not exceed the {cards} cores"),
+            lambda c: (c[THREADS] * c[TP] > hardware.share(c[INSTANCES])) & hardware.on_cores,
+            cards=hardware.cards,
         ),
-        Rule(
-            name="tokens_hold_sequences",
-            knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
-            message=Message("{TOKENS} must be at least {SEQS}", **NAMES),
-            broken=lambda c: np.less(*limits(task, c)),
+        rules.rule(
+            "tokens_hold_sequences",
+            (TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
+            N_("max_num_batched_tokens must be at least max_num_seqs"),
+            lambda c: np.less(*limits(task, c)),
         ),
-        Rule(
-            name="whole_prompts",
-            knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
-            message=Message("without {CHUNKED}, {TOKENS} must be at least {CONTEXT}", **NAMES),
-            broken=lambda c: (c[CHUNKED] == 0) & (limits(task, c)[0] < c[CONTEXT]),
+        rules.rule(
+            "whole_prompts",
+            (TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
+            N_("without enable_chunked_prefill, max_num_batched_tokens must be at least {CONTEXT}"),
+            lambda c: (c[CHUNKED] == 0) & (limits(task, c)[0] < c[CONTEXT]),
         ),
         *rules.speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "speculative-config.model", "mtp"),
         *rules.context_rules(task),
         *adapters.adapter_rules(task, adapters.RANKS),
         _block_rule(task),
-        Rule(
-            name="images_of_request",
-            knobs=(IMAGES,),
-            message=Message("{IMAGES} must be at least {images}, the most images of a request", **NAMES, images=images),
-            broken=lambda c: c[IMAGES] < images,
+        rules.rule(
+            "images_of_request",
+            (IMAGES,),
+            N_("limit_mm_per_prompt must be at least {images}, the most images of a request"),
+            lambda c: c[IMAGES] < images,
+            images=images,
         ),
     )
 
@@ -147,37 +121,39 @@ def _transfer_rules(task: Task) -> tuple[Rule, ...]:
 
     by_nixl, by_p2p = (placement.broken_by_code(task, check) for check in (staged, unequal))
     return (
-        Rule(
-            name="transfer_release",
-            knobs=(PREFILL_DECODE, TRANSFER),
-            message=Message("{P2P} needs vllm {P2P_RELEASES}", **NAMES),
-            broken=lambda c: (c[PREFILL_DECODE] > 0) & (c[TRANSFER] == p2p) & (not in_versions(P2P_RELEASES, version)),
+        rules.rule(
+            "transfer_release",
+            (PREFILL_DECODE, TRANSFER),
+            N_("P2pNcclConnector needs vllm {releases}"),
+            lambda c: (c[PREFILL_DECODE] > 0) & (c[TRANSFER] == p2p) & (not in_versions(P2P_RELEASES, version)),
+            releases=P2P_RELEASES,
         ),
-        Rule(
-            name="own_transfer_config",
-            knobs=(PREFILL_DECODE,),
-            message=Message("{PREFILL_DECODE} sets {CONFIG}: remove it from serve.engine_args", **NAMES),
-            broken=lambda c: (c[PREFILL_DECODE] > 0) & (CONFIG in others),
+        rules.rule(
+            "own_transfer_config",
+            (PREFILL_DECODE,),
+            N_("{PREFILL_DECODE} sets kv-transfer-config: remove it from serve.engine_args"),
+            lambda c: (c[PREFILL_DECODE] > 0) & (CONFIG in others),
         ),
-        Rule(
-            name="own_embeddings_config",
-            knobs=(PREFILL_DECODE,),
-            message=Message("enc in {PREFILL_DECODE} sets {EMBEDDINGS}: remove it from serve.engine_args", **NAMES),
-            broken=lambda c: encodes[c[PREFILL_DECODE]] & (EMBEDDINGS in others),
+        rules.rule(
+            "own_embeddings_config",
+            (PREFILL_DECODE,),
+            N_("enc in {PREFILL_DECODE} sets ec-transfer-config: remove it from serve.engine_args"),
+            lambda c: encodes[c[PREFILL_DECODE]] & (EMBEDDINGS in others),
         ),
-        Rule(
-            name="embeddings_on_host",
-            knobs=(PREFILL_DECODE,),
-            message=Message("enc in {PREFILL_DECODE} needs one host: a folder passes the embeddings", **NAMES),
-            broken=lambda c: encodes[c[PREFILL_DECODE]] & (Hardware.of(task).hosts > 1),
+        rules.rule(
+            "embeddings_on_host",
+            (PREFILL_DECODE,),
+            N_("enc in {PREFILL_DECODE} needs one host: a folder passes the embeddings"),
+            lambda c: encodes[c[PREFILL_DECODE]] & (Hardware.of(task).hosts > 1),
         ),
-        Rule(
-            name="transfer_of_kinds",
-            knobs=(PREFILL_DECODE, TRANSFER),
-            message=Message(
-                "{NIXL} needs pp1 and TP sizes of which one divides the other; {P2P} needs equal TP sizes", **NAMES
+        rules.rule(
+            "transfer_of_kinds",
+            (PREFILL_DECODE, TRANSFER),
+            N_(
+                "NixlConnector needs pp1 and TP sizes of which one divides the other; P2pNcclConnector needs equal "
+                "TP sizes"
             ),
-            broken=lambda c: np.where(c[TRANSFER] == p2p, by_p2p[c[PREFILL_DECODE]], by_nixl[c[PREFILL_DECODE]]),
+            lambda c: np.where(c[TRANSFER] == p2p, by_p2p[c[PREFILL_DECODE]], by_nixl[c[PREFILL_DECODE]]),
         ),
     )
 

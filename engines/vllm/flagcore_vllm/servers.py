@@ -28,17 +28,7 @@ from flagcore.domain.launch import PORT
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.errors import UsageError
-from flagcore_vllm.space import (
-    BACKEND_VARIABLE,
-    CACHE_SPACE,
-    DRAFT_FLAGS,
-    KNOBS,
-    PROGRAM,
-    THREAD_BINDING,
-    THREADS,
-    cache_gib,
-    caches_by_default,
-)
+from flagcore_vllm import space
 
 ENCODERS_SINCE = ">=0.16"
 """The releases with `--mm-encoder-only`, with which an encoder does not load the language model (0.14 has none)."""
@@ -53,23 +43,23 @@ CONFIG = "kv-transfer-config"
 
 def server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
     """Return the server for knob values. On CPU cores, it uses `cores`."""
-    command = PROGRAM.start_command(task.spec)
+    command = space.PROGRAM.start_command(task.spec)
     weights = task.spec.serve.weights or ""
     model = (weights,) if command[-1] == "serve" else ("--model", weights)
-    version = PROGRAM.version(task.spec)
-    argv = [*command, *model, "--host", address(task), "--port", PORT, *knobs.arguments(KNOBS, values, version)]
+    version = space.PROGRAM.version(task.spec)
+    argv = [*command, *model, "--host", address(task), "--port", PORT, *knobs.arguments(space.KNOBS, values, version)]
     if count(values, EP) > 1:
-        argv.append(f"--{PROGRAM.expert_switch}")
-    if values.get(PREFIX) is True and not caches_by_default(task.spec):
+        argv.append(f"--{space.PROGRAM.expert_switch}")
+    if values.get(PREFIX) is True and not space.caches_by_default(task.spec):
         argv.append("--enable-prefix-caching")
-    others = PROGRAM.parse(task.spec).others
+    others = space.PROGRAM.parse(task.spec).others
     if values.get(SPECULATION) is None and SPECULATION in task.spec.space:  # the draft model is for other candidates
-        others = {name: value for name, value in others.items() if not name.startswith(DRAFT_FLAGS)}
+        others = {name: value for name, value in others.items() if not name.startswith(space.DRAFT_FLAGS)}
     argv += adapters.words(task.spec.serve, values, others, "lora-modules")
     argv += as_words(others, has_negation=True)
     environment = {} if task.spec.serve.elsewhere else {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if (backend := values.get(BACKEND)) and f"--{BACKEND.replace('_', '-')}" not in argv:
-        environment[BACKEND_VARIABLE] = str(backend)
+        environment[space.BACKEND_VARIABLE] = str(backend)
     if Hardware.of(task).on_cores:
         environment |= _cpu_environment(task, values, cores)
     return Instance(argv=tuple(argv), environment=environment)
@@ -87,15 +77,15 @@ def _cpu_environment(task: Task, values: Mapping[str, KnobValue], cores: tuple[i
     vLLM itself pins the single rank of a single instance, and leaves a core to the API server. With several ranks or
     instances, each rank needs explicit cores, because vLLM otherwise requires one NUMA node per rank and fails.
     """
-    instances, ranks, threads = count(values, INSTANCES), count(values, TP), values.get(THREADS)
+    instances, ranks, threads = count(values, INSTANCES), count(values, TP), values.get(space.THREADS)
     environment = {}
-    if "kv-cache-memory-bytes" not in PROGRAM.parse(task.spec).others:
-        environment[CACHE_SPACE] = f"{cache_gib(task, instances, ranks):.0f}"
+    if "kv-cache-memory-bytes" not in space.PROGRAM.parse(task.spec).others:
+        environment[space.CACHE_SPACE] = f"{space.cache_gib(task, instances, ranks):.0f}"
     if instances * ranks > 1 or threads is not None:
         share = max(1, len(cores) // ranks)
         parts = [cores[rank * share : (rank + 1) * share] for rank in range(ranks)]
         bound_cores = [part[: threads if isinstance(threads, int) and threads else share] for part in parts]
-        environment[THREAD_BINDING] = "|".join(",".join(map(str, part)) for part in bound_cores)
+        environment[space.THREAD_BINDING] = "|".join(",".join(map(str, part)) for part in bound_cores)
     return environment
 
 
@@ -158,7 +148,7 @@ def router(task: Task, values: Mapping[str, KnobValue]) -> Router:
     if values.get(PREFILL_DECODE) and roles(str(values[PREFILL_DECODE]))[-1].kind == routing.ENCODE:
         kinds = (routing.ENCODE, routing.PREFILL, routing.DECODE)
         return Router(argv=(EPD_PROXY, *LOCAL_ADDRESS), lists={kind: f"--{kind}-servers-urls" for kind in kinds})
-    folder = str(Path(PROGRAM.start_command(task.spec)[0]).parent)
+    folder = str(Path(space.PROGRAM.start_command(task.spec)[0]).parent)
     program = (shutil.which("vllm-router", path=folder) or "vllm-router",)
     if not values.get(PREFILL_DECODE):
         return Router.of_replicas(program, prefix_aware=task.spec.serve.prefix_aware)

@@ -273,6 +273,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     return Settings.of(
         task,
         values,
+        PROGRAM,
         devices=devices,
         max_running=seqs,
         max_batched_tokens=tokens,
@@ -290,12 +291,8 @@ def settings(task: Task, columns: Columns) -> Settings:
         offloaded=np.full(ranks.shape, PROGRAM.offloaded_bytes(task.spec)),
         host_s=np.full(ranks.shape, np.nan) if hardware.on_cores else host_s,
         drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
-        scheme=PROGRAM.scheme(task, values),
         draft_host_s=np.select([values[SPECULATION] == each for each in ON_HOST], _draft_seconds(task), 0.0),
         **_tiers(task, other_args, values),
-        quantized=PROGRAM.converts_to_fp8(values),
-        tower_shares=knobs.tower_shares(values, loaded=not PROGRAM.text_only(task.spec)),
-        **knobs.exchange_settings(task, values, KNOBS, PROGRAM.exchanges),
         **adapters.adapter_settings(task, values, other_args, slots=1, on_host=other_args.get("max-cpu-loras")),
     )
 

@@ -275,7 +275,7 @@ def _entries(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]
     attention = dict(enumerate(TABLES["attention"], start=1))
     values["model.attention_backend"] = attention.get(backend, backend) if isinstance(backend, int) else backend
     groups = model.get("num_query_groups")
-    if not model.get("multi_latent_attention") and groups and groups != model.get("num_attention_heads"):
+    if not model.get("kv_lora_rank") and groups and groups != model.get("num_attention_heads"):
         values |= {"model.group_query_attention": True, "model.num_query_groups": groups}
     values["model.swiglu"] = bool(model.get("gated_linear_unit"))
     values["model.untie_embeddings_and_output_weights"] = not model.get("share_embeddings_and_output_weights", True)

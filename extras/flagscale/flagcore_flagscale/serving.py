@@ -377,24 +377,32 @@ def _add_argument(
     if engine_name is None:
         source.note(tree_key, f"dropped ({value}): FlagScale has no name for it in {engine}", _SPEC_KEY)
         return
+    spec_key = f"{_SPEC_KEY}.{engine_name}"
     if engine_name == "ctx_size" and name != engine_name:
         text = "the context of all slots together, as FlagScale passes it to llama.cpp; in vLLM it is per sequence"
-        source.note(tree_key, f"{engine_name}: {text}", f"{_SPEC_KEY}.{engine_name}")
+        source.note(tree_key, f"{engine_name}: {text}", spec_key)
     elif engine_name != name:
-        source.note(tree_key, f"{engine} calls it {engine_name}", f"{_SPEC_KEY}.{engine_name}")
+        source.note(tree_key, f"{engine} calls it {engine_name}", spec_key)
     if engine_name == "kv_cache_type" and engine == "llamacpp" and str(value).startswith("fp8"):
-        source.note(tree_key, f"{value} becomes q8_0 for keys and values", f"{_SPEC_KEY}.{engine_name}")
+        source.note(tree_key, f"{value} becomes q8_0 for keys and values", spec_key)
         value = "q8_0"
-    is_path = isinstance(value, str) and (name in TABLES["path_arguments"] or value.startswith("./"))
-    if is_path and os.path.exists(value):
-        value = str(Path(value).resolve())
+    value = _with_full_path(name, value)
     if engine_name in result and result[engine_name][1] != value:
         previous_key, previous = result[engine_name]
-        text = f"dropped for {engine} ({previous}): {tree_key} is used"
-        source.note(previous_key, text, f"{_SPEC_KEY}.{engine_name}")
-    flag, program = engine_name.replace("_", "-"), PROGRAMS[engine]
-    if not (program.knob_of(flag)[0] or program.knows_flag(flag)) and program.settings.unclassed([flag]):
+        source.note(previous_key, f"dropped for {engine} ({previous}): {tree_key} is used", spec_key)
+    if not _is_known(engine, engine_name.replace("_", "-")):
         text = f"is passed to {engine}, but unknown to flagcore: not in the predictions"
-        source.note(tree_key, text, f"{_SPEC_KEY}.{engine_name}")
-    is_length = name in LENGTHS
-    result[engine_name] = tree_key, parse_length(value) if is_length else value
+        source.note(tree_key, text, spec_key)
+    result[engine_name] = tree_key, parse_length(value) if name in LENGTHS else value
+
+
+def _with_full_path(name: str, value: Any) -> Any:
+    """Return the value of an argument, or the full path if it is one that exists."""
+    is_path = isinstance(value, str) and (name in TABLES["path_arguments"] or value.startswith("./"))
+    return str(Path(value).resolve()) if is_path and os.path.exists(value) else value
+
+
+def _is_known(engine: str, flag: str) -> bool:
+    """Return whether a table knows a flag of an engine, without dashes before it."""
+    program = PROGRAMS[engine]
+    return bool(program.knob_of(flag)[0] or program.knows_flag(flag) or not program.settings.unclassed([flag]))

@@ -29,6 +29,8 @@ from flagcore_hosts import rendezvous
 from flagcore_hosts.launching import HostsApart, HostTrials
 
 LOG = logging.getLogger("flagcore")
+REPORT = (sys.executable, "-m", "flagcore_hosts.report")
+"""The command that prints the report of the host on which it runs."""
 AT_ONCE = 512
 """Maximum number of hosts to check at the same time."""
 SECONDS = 120.0
@@ -89,7 +91,7 @@ def inspect_hosts(
     reports: list[HostReport] = []
     for start in range(0, len(hosts), AT_ONCE):
         with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder:
-            reports += _inspect(launcher, hosts[start : start + AT_ONCE], folder, (*check.report, *check.files))
+            reports += _inspect(launcher, hosts[start : start + AT_ONCE], folder, (*REPORT, *check.files))
     reports = [replace(report, kind=(kinds or {}).get(report.host, "")) for report in reports]
     if launcher.logs_in:
         reports = list(_without_aliases(reports))
@@ -154,16 +156,20 @@ def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator
     if report.devices is not None and first.devices is not None and report.chips != first.chips:
         names = {"devices": device_names(report), "host": first.host, "others": device_names(first)}
         yield _("{devices}, but {host} has {others}", **names)
-    for name in sorted((report.versions or {}).keys() & (first.versions or {}).keys()):
-        own_version, other_version = (report.versions or {})[name], (first.versions or {})[name]
-        if own_version != other_version:
-            text = N_("{package} {version}, but {host} has {other}")
-            yield _(text, package=name, version=own_version, host=first.host, other=other_version)
+    yield from _version_problems(report, first)
     for path, content in report.files.items():
         if not content:
             yield _("{path} is missing", path=path)
         elif first_of_all.files.get(path) not in (content, ""):
             yield _("{path} differs from the one on {host}", path=path, host=first_of_all.host)
+
+
+def _version_problems(report: HostReport, first: HostReport) -> Iterator[str]:
+    """Yield a line for each package whose version is not that of the first host of the kind."""
+    versions, others = report.versions or {}, first.versions or {}
+    for name in sorted(name for name in versions.keys() & others.keys() if versions[name] != others[name]):
+        text = N_("{package} {version}, but {host} has {other}")
+        yield _(text, package=name, version=versions[name], host=first.host, other=others[name])
 
 
 def host_warnings(reports: Sequence[HostReport]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import NoDevice
 from flagcore.i18n import _
 from flagcore_hosts.checks import (
+    REPORT,
     HostReport,
     HostSpeed,
     compare_hosts,
@@ -64,7 +65,7 @@ class HostsLauncher(HostTrials):
             speeds = compare_hosts(self, check.speed, reports) if is_compared else []
             by_host = {report.host: report.devices or () for report in reports}
             if any(by_host.values()):
-                agents.watch_devices((*check.report, "watch"), shared_variables())
+                agents.watch_devices((*REPORT, "watch"), shared_variables())
             yield HeldHosts(
                 names=hosts,
                 devices=tuple(device for devices in by_host.values() for device in devices),

@@ -271,6 +271,27 @@ class HostsRunning:
         lost = next((each for each in self.connections if each.problem), None)
         failed = next((each for each in self.connections if _has_failed(each.exit)), None)
         client = Exit(**self._client.stop()) if self._client else None
+        running_hosts = self._stop_hosts()
+        # A lost host also causes failures on the other hosts.
+        lost = lost or next((each for each in running_hosts if each.problem), None)
+        for (_, name), rest in self._partial.items():  # the last line of a host's log may have no newline
+            with contextlib.suppress(OSError), open(os.path.join(self.launch.folder, name), "ab") as file:
+                file.write(rest + b"\n" if rest else b"")
+        peak = max((each.exit.peak_memory_bytes or 0 for each in self.connections if each.exit), default=0)
+        if lost:
+            ended = self._loss(lost)
+        elif client and not (failed and _has_failed(client)):
+            ended = client
+        else:
+            ended = self._exit_of_hosts(failed, asked=asked)
+        self._exit = replace(ended, peak_memory_bytes=peak or None)
+        self.close()
+        with contextlib.suppress(OSError):
+            guard.write_json(os.path.join(self.launch.folder, "exit.json"), asdict(self._exit))
+        return self._exit
+
+    def _stop_hosts(self) -> list[Connection]:
+        """End the trial on the hosts where it still runs, and return them. Those that do not end it have a problem."""
         deadline = time.monotonic() + STOP_SECONDS
         running_hosts = [each for each in self.connections if each.open and each.started]
         for each in running_hosts:
@@ -280,37 +301,28 @@ class HostsRunning:
         for each in running_hosts:
             if each.open:
                 each.problem = "does not end its processes of the trial"
-        # A lost host also causes failures on the other hosts.
-        lost = lost or next((each for each in running_hosts if each.problem), None)
-        for (_, name), rest in self._partial.items():  # the last line of a host's log may have no newline
-            with contextlib.suppress(OSError), open(os.path.join(self.launch.folder, name), "ab") as file:
-                file.write(rest + b"\n" if rest else b"")
+        return running_hosts
+
+    def _loss(self, lost: Connection) -> Exit:
+        """Count the loss of a host, and return the exit record of a trial that it ended."""
+        failures, now = self.launcher.failures, time.monotonic()
+        failures[lost.host] += 1
+        self.launcher.failed_at[lost.host] = now
+        times = "; lost for the second time" if failures[lost.host] == MAX_LOSSES else ""
+        detail = f"{lost.host}: {lost.problem}{times}"
+        return Exit(code=1, ended_by="host", duration_s=now - self.started_at, detail=detail, lost_host=lost.host)
+
+    def _exit_of_hosts(self, failed: Connection | None, *, asked: bool) -> Exit:
+        """Return the exit record of a trial that ended on all hosts: that of the host where it `failed`, if any."""
         exits = [each.exit for each in self.connections if each.exit]
-        seconds = time.monotonic() - self.started_at
-        if lost:
-            self.launcher.failures[lost.host] += 1
-            self.launcher.failed_at[lost.host] = time.monotonic()
-            is_second_loss = self.launcher.failures[lost.host] == MAX_LOSSES
-            detail = f"{lost.host}: {lost.problem}" + ("; lost for the second time" if is_second_loss else "")
-            ended = Exit(code=1, ended_by="host", duration_s=seconds, detail=detail, lost_host=lost.host)
-        elif client and not (failed and _has_failed(client)):
-            ended = client
-        else:
-            ended = (failed and failed.exit) or exits[0]
-            stopped = asked and ended.ended_by is None and ended.code
-            ended = replace(
-                ended,
-                ended_by="request" if stopped else ended.ended_by,
-                duration_s=max(each.duration_s for each in exits),
-                detail=": ".join(filter(None, (failed.host, ended.detail))) if failed else "",
-                warm=all(each.warm for each in exits),
-            )
-        peak = max((each.peak_memory_bytes or 0 for each in exits), default=0)
-        self._exit = replace(ended, peak_memory_bytes=peak or None)
-        self.close()
-        with contextlib.suppress(OSError):
-            guard.write_json(os.path.join(self.launch.folder, "exit.json"), asdict(self._exit))
-        return self._exit
+        ended = (failed and failed.exit) or exits[0]
+        return replace(
+            ended,
+            ended_by="request" if asked and ended.ended_by is None and ended.code else ended.ended_by,
+            duration_s=max(each.duration_s for each in exits),
+            detail=": ".join(filter(None, (failed.host, ended.detail))) if failed else "",
+            warm=all(each.warm for each in exits),
+        )
 
     def _exchange(self, seconds: float) -> None:
         """Exchange messages for at most `seconds`, and write received files."""

@@ -22,10 +22,11 @@ from flagcore_hosts.checks import (
 )
 from flagcore_hosts.connection import agent_command
 from flagcore_hosts.launcher import SSH, HostsLauncher
+from flagcore_hosts.report import busy
 
 from extras.hosts.tests.cluster.bed import missing
 from flagcore import __version__, api
-from flagcore.api.commands.doctor import busy, host_check
+from flagcore.api.commands.doctor import host_check
 from flagcore.contracts import Network, Telemetry, device_use
 from flagcore.domain.chip import MEMORY_IN_USE, Device
 from flagcore.domain.spec import ClusterSpec

@@ -1,24 +1,45 @@
-"""Hosts that are lost for some time; a launcher plays the trials."""
+"""Hosts that are lost for some time; a launcher plays the trials.
 
+Hosts with different chips in one trial: each has the environment of its own chip's plugin. Agents are real.
+
+`flag tune` of a mixed job through FlagScale's options, on two kinds of hosts with real agents. Both kinds are this
+machine. Small programs stand for torchrun and for FlagScale's program, which logs as Megatron does."""
+
+import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flagcore_hosts.launcher import HostsLauncher
+from flagcore_hosts.connection import agent_command
+from flagcore_hosts.launcher import SSH, HostsLauncher
 
+from flagcore import api
+from flagcore.contracts import Platform
+from flagcore.domain.chip import Device, Support
+from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, Launch
-from flagcore.domain.spec import ClusterSpec
+from flagcore.domain.spec import ClusterSpec, Spec
 from flagcore.domain.trial import TrialState
-from flagcore.errors import HostLost, Interrupted
+from flagcore.errors import HostLost, Interrupted, NoDevice
+from flagcore.plugins import LoadedPlugins
+from flagcore.spec.convert import parse_spec
 from flagcore.tuner import trial_runner
+from flagcore.tuner.devices import require_devices
 from flagcore.tuner.parallel import MAX_CONSECUTIVE_BUSY
+from flagcore.tuner.stages.complete import complete_by_plugins
+from flagcore.tuner.stages.launch import host_lines, planned_launch, prepared_launch
+from tests.checks import refuses
+from tests.launchers.processes import ended
 from tests.product import tasks
+from tests.product.tasks import SHAPE
 from tests.tuner.benches import Bench, Ended, plugin, sizes_of, sound, write_steps
 
 
@@ -156,3 +177,201 @@ def test_a_killed_guard_is_not_a_failure_of_the_candidate(bench: Bench) -> None:
     launcher.ends = lambda number: killed if number == 2 else None
     assert bench.tune(cluster=cluster("a", "b"), repeats=0, max_trials=3).plan.counts.measured == 3
     assert len(launcher.attempts) == 4
+
+
+HOSTS = "a slots=2 type=chip-x\nb slots=1 type=chip-y\nc slots=2 type=chip-x\n"
+PROGRAM = """
+import json, os, sys
+names = ("X_VISIBLE", "Y_VISIBLE", "X_SOCKET_IFNAME", "Y_SOCKET_IFNAME", "OF_GROUP")
+print(json.dumps([sys.argv[1:4], {name: os.environ[name] for name in names if name in os.environ}]))
+"""
+SHELL = HostsLauncher(name="shell", channel=lambda host: ["sh", "-c", agent_command()])
+
+
+def vendor_plugin(name: str) -> SimpleNamespace:
+    """A plugin for one chip, with variables of its own."""
+    upper = name.upper()
+    support = EngineSupport(support=Support.YES, visible_devices=(f"{upper}_VISIBLE",))
+    variables = {f"{upper}_VISIBLE": "0,1", f"{upper}_SOCKET_IFNAME": "{interface}"}
+    return tasks.plugin(
+        chips=lambda: [replace(tasks.CHIP, name=f"chip-{name}", aliases=())],
+        engine_support=lambda chip: support if chip.name == f"chip-{name}" else None,
+        environment=lambda chip: variables if chip.name == f"chip-{name}" else None,
+    )
+
+
+def spec(folder: Path, lines: str = HOSTS, **cluster: Any) -> Spec:
+    (folder / "hosts").write_text(lines)
+    (folder / "program.py").write_text(PROGRAM)
+    data = {
+        "model": tasks.SHAPE,
+        "cluster": {"hostfile": "hosts", **cluster},
+        "train": {
+            "engine": "megatron",
+            "seq_length": 128,
+            "global_batch_size": 8,
+            "precision": "bf16",
+            "command": [sys.executable, "program.py", "{node_rank}", "{type}", "{slots}", "{hostfile}"],
+        },
+        "auto_tuner": {"launcher": "ssh"},
+    }
+    return parse_spec(data, file="spec.yaml", base=folder, engines=tasks.ENGINES)
+
+
+def platform(given: Spec) -> Platform:
+    loaded = LoadedPlugins.of({"x": vendor_plugin("x"), "y": vendor_plugin("y")})
+    assert loaded.failures == ()
+    return complete_by_plugins(given, loaded, tasks.ENGINES[given.work.engine])
+
+
+@pytest.mark.spread
+@pytest.mark.parametrize("kinds", [HOSTS, "a slots=2\nb slots=2\n"])
+def test_variables_of_a_host_override_all_others(kinds: str, tmp_path: Path) -> None:
+    chip: dict[str, Any] = {} if "type" in kinds else {"chip": "chip-x"}
+    there = platform(spec(tmp_path, kinds, **chip, host_envs={"b": {"X_VISIBLE": "1", "Y_VISIBLE": "1"}}))
+    on_host = prepared_launch(there, planned_launch(there, tasks.candidate(), str(tmp_path))).on_host
+    assert on_host["b"].environment.items() >= {"X_VISIBLE": "1", "Y_VISIBLE": "1"}.items()
+    assert on_host["a"].environment["X_VISIBLE"] == "0,1"
+
+
+@pytest.mark.spread
+@pytest.mark.slow
+def test_each_host_has_the_environment_of_its_own_chip(tmp_path: Path) -> None:
+    groups = [{"chip": "chip-x"}, {"chip": "chip-y", "envs": {"OF_GROUP": "ours"}}]
+    there = platform(spec(tmp_path, HOSTS.replace("a ", "127.0.0.1 "), groups=groups))
+    folder = tmp_path / "trial"
+    folder.mkdir()
+    planned = planned_launch(there, tasks.candidate(), str(folder))
+    assert ended(SHELL.start(prepared_launch(there, planned))).code == 0
+    order = ("127.0.0.1", "c", "b")
+    said = {host: json.loads((folder / "hosts" / host / "stdout.log").read_text()) for host in order}
+    assert [said[host][0] for host in order] == [["0", "chip-x", "2"], ["1", "chip-x", "2"], ["2", "chip-y", "1"]]
+    interface = said["127.0.0.1"][1]["X_SOCKET_IFNAME"]
+    assert interface != "{interface}"
+    assert said["127.0.0.1"][1] == said["c"][1] == {"X_VISIBLE": "0,1", "X_SOCKET_IFNAME": interface}
+    assert said["b"][1] == {"Y_VISIBLE": "0,1", "Y_SOCKET_IFNAME": interface, "OF_GROUP": "ours"}
+    assert (folder / "hostfile").read_text() == "".join(
+        f"{line}\n" for line in ("127.0.0.1 slots=2 type=chip-x", "c slots=2 type=chip-x", "b slots=1 type=chip-y")
+    )
+    record = json.loads((folder / "launch.json").read_text())["on_host"]
+    assert record["b"]["environment"]["Y_VISIBLE"] == "0,1"
+    assert "Y_VISIBLE" not in record["127.0.0.1"]["environment"]
+
+
+@pytest.mark.spread
+def test_types_of_a_host_file_are_groups(tmp_path: Path) -> None:
+    cluster = spec(tmp_path).cluster
+    assert [(group.chip, group.nodes, group.devices_per_node) for group in cluster.groups] == [
+        ("chip-x", 2, 2),
+        ("chip-y", 1, 1),
+    ]
+    assert (cluster.hosts, cluster.nodes) == (("a", "c", "b"), 3)
+    there = platform(spec(tmp_path, groups=[{"chip": "chip-y"}, {"chip": "chip-x"}]))
+    assert there.task.spec.cluster.hosts == ("b", "a", "c")
+    assert host_lines(there.task, ("c",)) == ["c slots=2 type=chip-x"]
+
+
+@pytest.mark.spread
+@pytest.mark.parametrize(
+    ("lines", "cluster", "key"),
+    [
+        (HOSTS, {"spares": 1}, "cluster.spares"),
+        (HOSTS, {"groups": [{"chip": "chip-x"}]}, "cluster.hostfile"),
+        (HOSTS, {"groups": [{"chip": "chip-x", "nodes": 3}, {"chip": "chip-y"}]}, "cluster.groups[0].nodes"),
+        (HOSTS, {"groups": [{"chip": "chip-x"}, {"chip": "chip-z"}]}, "cluster.groups[1].nodes"),
+        ("a slots=2\nb slots=2", {"groups": [{"chip": "chip-x"}, {"chip": "chip-y"}]}, "cluster.groups[1].nodes"),
+        ("a slots=2 type=x\nb slots=1 type=x", {}, "line 2"),
+        ("a slots=2 type=x\nb slots=2", {}, "line 2"),
+    ],
+)
+def test_hosts_that_do_not_match_the_groups_are_refused(
+    tmp_path: Path, lines: str, cluster: dict[str, Any], key: str
+) -> None:
+    with refuses(key):
+        spec(tmp_path, lines, **cluster)
+
+
+@pytest.mark.spread
+def test_the_devices_of_each_group_are_checked_on_its_first_host(tmp_path: Path) -> None:
+    there = platform(spec(tmp_path))
+    found = [Device(index=index, chip="chip-x", host=host) for host in "ac" for index in range(2)]
+    require_devices(there, (*found, Device(index=0, chip="chip-y", host="b")))
+    require_devices(there, tuple(found))  # the devices of host b are unknown
+    with pytest.raises(NoDevice, match="b"):
+        require_devices(there, (*found, Device(index=0, chip="chip-x", host="b")))
+
+
+PROGRAM_TUNE_KINDS = """
+import os, sys
+words = sys.argv[1:]
+def values(flag):
+    rest = words[words.index(flag) + 1 :]
+    return rest[: next((n for n, word in enumerate(rest) if word.startswith("--")), len(rest))]
+assert "--enable-hetero" in words
+(kind,) = values("--hetero-current-device-type")
+assert kind == os.environ["KIND"], (kind, os.environ["KIND"])
+steps = int(values("--train-iters")[0])
+if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+    split = [int(each) for each in values("--hetero-pipeline-layer-split")]
+    for step in range(1, steps + 1):
+        ms = 100.0 * max(split)
+        print(f" iteration {step}/ {steps} | elapsed time per iteration (ms): {ms} | lm loss: 7.0E+00 |", flush=True)
+"""
+TORCHRUN = """#!{python}
+import os, sys
+options = dict(word[2:].split("=", 1) for word in sys.argv[1:] if word.startswith("--") and "=" in word)
+start = sys.argv.index("train_gpt.py")
+os.environ.update(RANK=options["node-rank"], WORLD_SIZE=options["nnodes"])
+assert options["nproc-per-node"] == "1"
+os.execv(sys.executable, [sys.executable, *sys.argv[start:]])
+"""
+ARGUMENTS = ("--enable-hetero", "--num-layers", "4", "--train-iters", "9")
+
+
+@pytest.mark.slow
+@pytest.mark.spread
+def test_meshes_are_tuned_on_two_kinds_of_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SSH, "channel", lambda host: ["sh", "-c", agent_command()])
+    monkeypatch.setattr(SSH, "logs_in", False)  # both hosts are this machine
+    monkeypatch.setattr(SSH, "owner", "")  # other tests use it, too
+    (tmp_path / "hosts").write_text("localhost slots=1 type=fast\n127.0.0.1 slots=1 type=slow\n")
+    (tmp_path / "train_gpt.py").write_text(PROGRAM_TUNE_KINDS)
+    (tmp_path / "torchrun").write_text(TORCHRUN.format(python=sys.executable))
+    (tmp_path / "torchrun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    kinds = [{"chip": "cpu", "name": kind, "envs": {"KIND": kind}} for kind in ("fast", "slow")]
+    spec = {
+        "model": SHAPE,
+        "cluster": {"hostfile": str(tmp_path / "hosts"), "groups": kinds},
+        "train": {
+            "engine": "megatron",
+            "seq_length": 64,
+            "global_batch_size": 4,
+            "precision": "fp32",
+            "engine_version": "0.15.0+flagscale",
+            "command": ["torchrun", "train_gpt.py", *ARGUMENTS],
+            "directory": str(tmp_path),
+        },
+        "auto_tuner": {
+            "launcher": "ssh",
+            "space": {"meshes": ["fast + slow", "fast"], "micro_batch_size": [1]},
+            "control": {
+                "max_trials": 2,
+                "repeats": 0,
+                "train_iters": 3,
+                "compare_hosts": False,
+                "use_experience": False,
+            },
+        },
+    }
+    outcome = api.tune(spec, run_dir=tmp_path / "run")
+    hosts = {}
+    for file in sorted((tmp_path / "run" / "trials").glob("*/launch.json")):
+        started = json.loads(file.read_text())
+        words = started["on_host"][started["hosts"][0]]["argv"]
+        hosts[tuple(words[words.index("--hetero-device-types") + 1 :][: len(started["hosts"])])] = started["hosts"]
+    assert hosts[("fast", "slow")] == ["localhost", "127.0.0.1"]
+    assert hosts[("fast",)] == ["localhost"]
+    times = {str(trial["candidate"]["meshes"]): trial["measured"] for trial in outcome.data["trials"]}
+    assert times["None"]["step_time_s"]["median"] == 0.2  # two layers on each kind
+    assert times["fast"]["step_time_s"]["median"] == 0.4

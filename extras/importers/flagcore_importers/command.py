@@ -1,9 +1,13 @@
 """flag import: the specs and trials of other tuners, and the commands of engines."""
 
+from __future__ import annotations
+
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +15,9 @@ from flagcore.cli import options
 from flagcore.cli.main import translated
 from flagcore.errors import FlagError
 from flagcore.i18n import N_, _
+
+if TYPE_CHECKING:
+    from flagcore.contracts import ImportedSpec
 
 HISTORY = "-history"
 
@@ -120,6 +127,34 @@ def _convert(
     options.write_new(config, output)
 
 
+def read_command(
+    engine: str | None, words: Sequence[str], *, model: str | None = None, chip: str | None = None, text: str = ""
+) -> ImportedSpec:
+    """Return a spec for a command: one quoted text, the path of a file that starts it, or several words.
+
+    `engine`: None means the engine that the command starts. `model`: the path of the model if the command does not
+    contain it. `chip`: the chip of the cluster; if it is None, it is detected later. `text`: the content of the file in
+    place of `words`. Raises SpecError, UsageError.
+    """
+    from flagcore.api.commands.importing import check_imported
+    from flagcore.api.inputs import check_chips
+    from flagcore.contracts import commands_of
+    from flagcore.domain.secrets import redact_data
+    from flagcore.plugins import command_readers, find_engine
+    from flagcore.spec.models import absolute_model
+    from flagcore_importers.reader import convert
+
+    engines = {name: commands_of(find_engine(name)) for name in ([engine] if engine else command_readers())}
+    path = absolute_model(model, Path()) if model is not None else None
+    spec = convert(engines, words, text, path, command_readers)
+    if chip is not None:
+        spec.data["cluster"]["chip"] = chip
+    spec = replace(spec, data=redact_data(spec.data))
+    check_imported(spec)
+    check_chips(spec.data.get("cluster"))
+    return spec
+
+
 @click.command()
 @click.argument("command", nargs=-1, required=True, metavar="COMMAND")
 @click.option("--model", metavar="PATH", help="Path of the model if the command does not have it.")
@@ -133,8 +168,6 @@ def command_command(context: click.Context, /, command: tuple[str, ...], output:
     `--`. A script is read without running its programs. The arguments are the baseline. Comments, also printed to
     stderr, mark arguments that are dropped or have another meaning in the spec.
     """
-    from flagcore.api.commands.importing import read_command
-
     text = sys.stdin.read().replace("\r\n", "\n") if command == ("-",) else ""
     imported = read_command(context.info_name, () if text else command, text=text, **given)
     options.print_notes(imported.notes)

@@ -24,14 +24,19 @@ _OF_NETWORK = re.compile("_(IFNAME|HCA)$")
 _THIS_HOST = re.compile(r"127\.0\.0\.1|localhost|//:")
 
 
-def read_command(
+def convert(
     engines: Mapping[str, Commands],
     words: Sequence[str],
     text: str,
     model: str | None,
     known: Callable[[], Sequence[str]],
 ) -> ImportedSpec:
-    """Return the spec whose baseline is a command; see `flagcore.contracts.CommandReader`."""
+    """Return the spec whose baseline is a command, or a file with one, that starts an engine.
+
+    `engines`: those that it may start. `words`: the command as one text or as several words, or the path of a file.
+    `text`: the content of the file in place of `words`. `model`: the path of the model if the command does not contain
+    it. `known`: returns the names of all engines whose commands can be read, for errors. Raises SpecError, UsageError.
+    """
     words, content = _command(words, text)
     images = {image: entry for each in engines.values() for image, entry in each.images.items()}
     programs = [*Reader(images=images, directory=os.getcwd()).programs(words, content)]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from flagcore_importers.command import read_command
 
 from engines.serving.tests.engines.tasks import engine_of, planned, server
 from flagcore import api
@@ -55,7 +56,7 @@ def keys(imported: ImportedSpec) -> set[str]:
 
 @pytest.mark.parametrize("words", [["run.sh"], [f"torchrun --nproc-per-node=4 pretrain_gpt.py {TRAINING}"]])
 def test_a_training_command_is_its_own_baseline(words: list[str], tmp_path: Path) -> None:
-    data = api.read_command("megatron", words, chip="H100-SXM").data
+    data = read_command("megatron", words, chip="H100-SXM").data
     assert data["model"]["vocab_size"] == CONFIG["vocab_size"]
     assert data["model"]["num_query_groups"] == 8
     assert "add_qkv_bias" not in data["model"]
@@ -89,7 +90,7 @@ def test_an_export_comes_back_as_the_same_spec(name: str, tmp_path: Path) -> Non
     text, targets = INPUTS[name]["input"], INPUTS[name]["targets"]
     (tmp_path / "c.yaml").write_text("model: model\nmax-model-len: 4096\n")
     (tmp_path / name).write_text(text)
-    imported = api.read_command(None, [name if "." in name else text], chip="H100-SXM")
+    imported = read_command(None, [name if "." in name else text], chip="H100-SXM")
     data: Any = imported.data
     engine = (data.get("train") or data["serve"])["engine"]
     data["auto_tuner"]["space"] = dict(data["auto_tuner"]["baseline"])
@@ -97,7 +98,7 @@ def test_an_export_comes_back_as_the_same_spec(name: str, tmp_path: Path) -> Non
     for target in targets.split():
         options = {"image": IMAGES.get(engine, "image:1")}
         file = api.export("spec.yaml", target, "baseline", output=f"out-{target}", name="job", options=options).files[0]
-        assert shown(api.read_command(None, [str(file)], chip="H100-SXM").data) == shown(data), target
+        assert shown(read_command(None, [str(file)], chip="H100-SXM").data) == shown(data), target
 
 
 COMMANDS = {
@@ -120,16 +121,16 @@ def test_each_knob_of_a_server_is_imported_from_its_flag(engine: str) -> None:
     }
     values |= {"context_len": 4096} | ({"split_mode": "row"} if engine == "llamacpp" else {})
     words = server(planned(engine, devices=8, command=COMMANDS[engine], weights="model.gguf"), **values).argv
-    imported = api.read_command(engine, [each.replace(PORT, "8000") for each in words], chip="H100-SXM")
+    imported = read_command(engine, [each.replace(PORT, "8000") for each in words], chip="H100-SXM")
     baseline = imported.data["auto_tuner"]["baseline"]
     assert {name: baseline.get(name) for name in values} == values
 
 
 def test_several_values_are_a_list_and_comments_stand_above_their_keys() -> None:
-    imported = api.read_command("vllm", ["vllm serve model --lora-modules a=b c=d --max-num-seqs 8 9"])
+    imported = read_command("vllm", ["vllm serve model --lora-modules a=b c=d --max-num-seqs 8 9"])
     assert imported.data["serve"]["engine_args"] == {"lora-modules": ["a=b", "c=d"]}
     assert "--max-num-seqs" in keys(imported)
-    imported = api.read_command("vllm", ["vllm serve model --max-num-seqs 8"])
+    imported = read_command("vllm", ["vllm serve model --max-num-seqs 8"])
     lines = commented_yaml(imported).splitlines()
     at = next(number for number, line in enumerate(lines) if "max_num_seqs: 8" in line)
     assert lines[at - 1].lstrip().startswith("# --max-num-seqs")
@@ -148,14 +149,14 @@ def test_several_values_are_a_list_and_comments_stand_above_their_keys() -> None
 )
 def test_a_command_that_cannot_be_read_is_an_error_of_its_argument(engine: str, words: list[str], key: str) -> None:
     with pytest.raises(SpecError) as caught:
-        api.read_command(engine, words)
+        read_command(engine, words)
     assert key in [each.key for each in caught.value.problems]
 
 
 @pytest.mark.parametrize("words", [[""], ["vllm 'serve"]])
 def test_unreadable_text_is_a_usage_error(words: list[str]) -> None:
     with pytest.raises(UsageError):
-        api.read_command("vllm", words)
+        read_command("vllm", words)
 
 
 def test_login_shells_of_a_script_do_not_read_the_profile_of_this_machine(
@@ -164,18 +165,18 @@ def test_login_shells_of_a_script_do_not_read_the_profile_of_this_machine(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".bash_profile").write_text("export OF_PROFILE=1\n")
     (tmp_path / "start.sh").write_text("bash -lc 'vllm serve model'\n")
-    assert "OF_PROFILE" not in api.read_command(None, ["start.sh"]).data.get("envs", {})
+    assert "OF_PROFILE" not in read_command(None, ["start.sh"]).data.get("envs", {})
 
 
 def test_the_model_may_be_given(tmp_path: Path) -> None:
     words = [f"torchrun pretrain_gpt.py {TRAINING.replace('--tokenizer-model model', '')}"]
-    assert api.read_command("megatron", words, model="model").data["model"] == str(tmp_path / "model")
+    assert read_command("megatron", words, model="model").data["model"] == str(tmp_path / "model")
 
 
 @pytest.mark.parametrize(("tokenizer", "size"), [("", 50257), ("--tokenizer-type Llama2Tokenizer", 32000)])
 def test_the_vocabulary_of_a_published_tokenizer_is_known(tokenizer: str, size: int) -> None:
     words = TRAINING.replace("--tokenizer-type HuggingFaceTokenizer --tokenizer-model model", tokenizer)
-    imported = api.read_command("megatron", [f"torchrun pretrain_gpt.py {words}"])
+    imported = read_command("megatron", [f"torchrun pretrain_gpt.py {words}"])
     assert imported.data["model"]["vocab_size"] == size
     assert "--vocab-size" in keys(imported)
 
@@ -183,7 +184,7 @@ def test_the_vocabulary_of_a_published_tokenizer_is_known(tokenizer: str, size: 
 def test_a_command_for_more_devices_has_no_baseline() -> None:
     experts = "--num-experts 8 --expert-model-parallel-size 8 --pipeline-model-parallel-size 4"
     words = TRAINING.replace("--tensor-model-parallel-size 2 --sequence-parallel", experts)
-    imported = api.read_command("megatron", [f"torchrun --nproc-per-node 8 pretrain_gpt.py {words}"])
+    imported = read_command("megatron", [f"torchrun --nproc-per-node 8 pretrain_gpt.py {words}"])
     assert "baseline" not in imported.data["auto_tuner"]
     assert "baseline" in keys(imported)
 
@@ -191,14 +192,14 @@ def test_a_command_for_more_devices_has_no_baseline() -> None:
 def test_a_script_that_stops_early_is_reported_with_its_message(tmp_path: Path) -> None:
     (tmp_path / "stops.sh").write_text("mkdir -p out\necho wrong folder\nexit 3\n")
     with pytest.raises(SpecError) as caught:
-        api.read_command("megatron", ["stops.sh"])
+        read_command("megatron", ["stops.sh"])
     assert "exit code 3: wrong folder" in caught.value.problem
 
 
 def test_a_given_model_with_another_shape_is_an_error(tmp_path: Path) -> None:
     words = [f"torchrun pretrain_gpt.py {TRAINING.replace('--num-layers 8', '--num-layers 12 --num-experts 8')}"]
     with pytest.raises(SpecError) as caught:
-        api.read_command("megatron", words, model="model")
+        read_command("megatron", words, model="model")
     assert {each.key for each in caught.value.problems} == {"--num-layers", "--num-experts"}
 
 
@@ -223,7 +224,7 @@ def test_a_given_model_with_another_shape_is_an_error(tmp_path: Path) -> None:
 )
 def test_other_kinds_of_layers_are_keys_of_a_configuration(words: str, expected: dict[str, Any]) -> None:
     command = f"torchrun --nproc-per-node=4 pretrain_gpt.py {TRAINING} {words}"
-    model = api.read_command("megatron", [command], chip="H100-SXM").data["model"]
+    model = read_command("megatron", [command], chip="H100-SXM").data["model"]
     assert model["model_type"] == "hybrid"
     assert {key: model[key] for key in expected} == expected
     assert model_from(model, base=Path()).layers

@@ -171,16 +171,17 @@ def export(job: ExportJob) -> Mapping[str, str]:
 
 def _notes(job: ExportJob, pods: Pods) -> list[str]:
     """Return comments for the user: what to replace, and what must exist in the cluster and the image."""
-    notes = list[str]()
+    notes, servers = list[str](), job.servers
     weights = [job.platform.task.spec.serve.weights or ""] if job.is_server else []
+    hosts = max(group.hosts for group in servers.groups) if servers else job.nodes
     if job.launch.sample:
         notes.append(f"Replace {shlex.join(job.launch.sample)}, which trains on generated data: {job.launch.missing}.")
-    if job.servers is not None and job.servers.front is not None:
-        program = shlex.join(job.servers.front.argv[:3])
+    if servers and servers.front:
+        program = shlex.join(servers.front.argv[:3])
         notes.append(f"The image must also have the router in front of the servers ({program} ...).")
-    if job.servers is not None and any(group.hosts > 1 for group in job.servers.groups):
+    if servers and hosts > 1:
         notes.append("The cluster must have LeaderWorkerSet, which starts each server on several hosts.")
-    if job.is_server and weights and not os.path.isabs(weights[0]):
+    if any(not os.path.isabs(each) for each in weights):
         notes.append(f"For weights that need a token, create the secret {HUB_SECRET} with HF_TOKEN.")
     if pods.secrets:
         notes.append(f"Create the secret {job.name}-secrets first.")
@@ -188,7 +189,6 @@ def _notes(job: ExportJob, pods: Pods) -> list[str]:
     on_volume = [each for each in paths if pods.claim and Path(each).is_relative_to(pods.mount)]
     if needed := [each for each in paths if os.path.isabs(each) and each not in on_volume]:
         notes.append(f"The image must have {', '.join(needed)}; --volume CLAIM:PATH mounts a volume.")
-    hosts = max([job.nodes] if job.servers is None else [group.hosts for group in job.servers.groups])
     notes += [f"{note[0].upper()}{note[1:]}." for note in rdma_note(job.platform, hosts, pods)]
     if not pods.user:
         notes.append("For a namespace with the Pod Security Standard restricted, add --user NUMBER.")

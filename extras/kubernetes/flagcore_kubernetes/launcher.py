@@ -1,22 +1,20 @@
 """The kubernetes launcher: the pods of one job connect to the pod that runs `flag tune` (`flagcore_kubernetes.join`).
 
-It also writes manifests.
+It also exports jobs as manifests.
 """
 
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from flagcore_hosts.connection import agent_command
 from flagcore_hosts.hub import Hub
 from flagcore_hosts.launcher import HostsLauncher
 
-from flagcore.contracts import ExportJob, Launcher, Platform
+from flagcore.contracts import ExportJob, Launcher
 from flagcore.errors import UsageError
 from flagcore_kubernetes import dynamo
-from flagcore_kubernetes.job import HOSTS, export, manifest
+from flagcore_kubernetes.job import HOSTS, export
 from flagcore_kubernetes.join import PORT, TOKEN
 
 PORT_VARIABLE = "FLAGCORE_PORT"
@@ -68,12 +66,6 @@ class KubernetesLauncher(HostsLauncher):
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
         """Return the manifest of a job. Raises UsageError."""
         return dynamo.export(job) if target == "dynamo" else export(job)
-
-    def manifest(
-        self, platform: Platform, spec: Path, *, name: str, options: Mapping[str, str], changes: Sequence[str]
-    ) -> tuple[dict[str, Any], list[str]]:
-        """Return the manifest of a job that tunes a spec, and notes for the user. Raises UsageError, SpecError."""
-        return manifest(platform, spec, name=name, options=options, changes=changes)
 
 
 LAUNCHER: Launcher = KubernetesLauncher(name="kubernetes", channel=channel)

@@ -47,23 +47,11 @@ def choose(
     for operator in dict.fromkeys(call["operator"] for call in calls):
         own = {place: call for place, call in enumerate(calls) if call["operator"] == operator}
         implementations = next(iter(own.values()))["implementations"]
-        default = in_effect.get(operator, in_effect.get("*", implementations[0]))
-        if default not in implementations:
-            default = implementations[0]
+        set_by_user = in_effect.get(operator, in_effect.get("*", ""))
+        default = set_by_user if set_by_user in implementations else implementations[0]
         results = [row for row in rows if row["call"] in own]
-        excluded = dict(avoided.get(operator, {}))
-        for row in results:
-            if "seconds" not in row:
-                why = f"wrong result: it {row['wrong']}" if row.get("wrong") else str(row["failed"])
-                excluded.setdefault(row["implementation"], why)
-        timed = {row["call"] for row in results}
-        work = {place: call["count"] * max(call["size"], 1.0) for place, call in own.items()}
-        scale = sum(work.values()) / (sum(work[place] for place in timed) or 1.0)
-        times = {}
-        for each in implementations:
-            seconds = {row["call"]: row.get("seconds") for row in results if row["implementation"] == each}
-            if timed and seconds.keys() == timed and None not in seconds.values():
-                times[each] = scale * sum(own[place]["count"] * value for place, value in seconds.items())
+        excluded = _excluded(results, avoided.get(operator, {}))
+        times = _times(own, results, implementations)
         right = {each: value for each, value in times.items() if each not in excluded}
         chosen = min(right, key=lambda each: right[each], default=default)
         if default in right and right[chosen] > (1.0 - GAIN) * right[default]:
@@ -80,3 +68,28 @@ def choose(
             )
         )
     return sorted(found, key=lambda each: -each.gain_s)
+
+
+def _excluded(results: Sequence[Mapping[str, Any]], reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return `reasons` against implementations, with those that follow from results."""
+    excluded = dict(reasons)
+    for row in results:
+        if "seconds" not in row:
+            why = f"wrong result: it {row['wrong']}" if row.get("wrong") else str(row["failed"])
+            excluded.setdefault(row["implementation"], why)
+    return excluded
+
+
+def _times(
+    calls: Mapping[int, Mapping[str, Any]], results: Sequence[Mapping[str, Any]], implementations: Sequence[str]
+) -> dict[str, float]:
+    """Return the seconds of all calls of an operator with each implementation that has a time of every timed call."""
+    timed = {row["call"] for row in results}
+    work = {place: call["count"] * max(call["size"], 1.0) for place, call in calls.items()}
+    scale = sum(work.values()) / (sum(work[place] for place in timed) or 1.0)
+    times = {}
+    for each in implementations:
+        seconds = {row["call"]: row.get("seconds") for row in results if row["implementation"] == each}
+        if timed and seconds.keys() == timed and None not in seconds.values():
+            times[each] = scale * sum(calls[place]["count"] * value for place, value in seconds.items())
+    return times

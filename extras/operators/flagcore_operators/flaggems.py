@@ -92,27 +92,24 @@ class VllmFl(Dispatcher, FlagGems):
         For FlagGems: a white list, a black list, VLLM_FL_CONFIG or else the platform's file. For the orders:
         VLLM_FL_CONFIG alone if the file exists; otherwise VLLM_FL_OP_CONFIG, VLLM_FL_PER_OP, the platform's file.
         """
-        used = [environment.get("VLLM_FL_PREFER_ENABLED", "true"), environment.get("USE_FLAGGEMS", "true")]
-        prefers = environment.get("VLLM_FL_PREFER", "").strip().lower() or FLAGOS
-        white, black = (_words(environment.get(f"VLLM_FL_FLAGOS_{each}LIST", "")) for each in ("WHITE", "BLACK"))
-        if white and black:
-            text = "VLLM_FL_FLAGOS_WHITELIST and VLLM_FL_FLAGOS_BLACKLIST exclude each other; unset one of them"
-            raise UsageError(_(text))
+        white, black = _lists(environment)
         own = environment.get("VLLM_FL_CONFIG", "").strip()
         config = _read(Path(own) if own else _platform_file(environment, vendor))
-        has_own = bool(own) and Path(own).is_file()
-        orders = {str(name): as_order(value) for name, value in (config.get("op_backends") or {}).items()}
-        if not has_own and (text := environment.get(self.variable, "")):
-            orders = read_orders(text)
-        if not has_own and (file := environment.get("VLLM_FL_OP_CONFIG", "").strip()):
-            orders = {name: value.strip().lower() for name, value in json.loads(Path(file).read_text("utf-8")).items()}
+        of_config = {str(name): as_order(value) for name, value in (config.get("op_backends") or {}).items()}
+        orders = of_config if own and Path(own).is_file() else self._orders_of_variables(environment, of_config)
         orders = {name: value for name, value in orders.items() if value}
-        if any(each.lower() not in ("true", "1") for each in used) or prefers != FLAGOS:
+        if not _is_preferred(environment):
             return {**orders, "*": NATIVE}
         white = white or ([] if black else config.get("flagos_whitelist") or [])
         if white:
             return {**orders, "*": NATIVE, **dict.fromkeys(white, FLAGOS)}
         return {**orders, **dict.fromkeys(black or config.get("flagos_blacklist") or (), NATIVE)}
+
+    def _orders_of_variables(self, environment: Mapping[str, str], default: dict[str, str]) -> dict[str, str]:
+        """Return the orders that variables set, or `default`."""
+        if file := environment.get("VLLM_FL_OP_CONFIG", "").strip():
+            return {name: value.strip().lower() for name, value in json.loads(Path(file).read_text("utf-8")).items()}
+        return read_orders(text) if (text := environment.get(self.variable, "")) else default
 
     def operator(self, function: str, arguments: Sequence[Any]) -> str:
         gems = FlagGems.operator(self, function, arguments)
@@ -130,6 +127,22 @@ class VllmFl(Dispatcher, FlagGems):
 
     def function(self, name: str) -> Callable[..., Any]:
         return (Dispatcher if name.startswith(f"{self.name}.") else OperatorLibrary).function(self, name)
+
+
+def _lists(environment: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Return the white list and the black list of variables. Raises UsageError if both are set."""
+    white, black = (_words(environment.get(f"VLLM_FL_FLAGOS_{each}LIST", "")) for each in ("WHITE", "BLACK"))
+    if white and black:
+        text = "VLLM_FL_FLAGOS_WHITELIST and VLLM_FL_FLAGOS_BLACKLIST exclude each other; unset one of them"
+        raise UsageError(_(text))
+    return white, black
+
+
+def _is_preferred(environment: Mapping[str, str]) -> bool:
+    """Return whether FlagGems is the first choice for operators without an order."""
+    switches = (environment.get(name, "true").lower() for name in ("VLLM_FL_PREFER_ENABLED", "USE_FLAGGEMS"))
+    prefers = environment.get("VLLM_FL_PREFER", "").strip().lower() or FLAGOS
+    return prefers == FLAGOS and all(each in ("true", "1") for each in switches)
 
 
 def _platform_file(environment: Mapping[str, str], vendor: str) -> Path:

@@ -21,7 +21,7 @@ from flagcore.api.inputs import LoadedSpec, SpecLike, changed_spec, loaded_plugi
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.engine import EngineSupport, device_variables
 from flagcore.domain.files import data_folder
-from flagcore.domain.launch import Launch, failure
+from flagcore.domain.launch import Exit, Launch, failure
 from flagcore.errors import Interrupted, RunError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
@@ -203,48 +203,61 @@ def _time(
 
     Calls for which no time is left have no result.
     """
-    rows, deadline, launcher = [], time.monotonic() + seconds, plugins.launcher("local")
+    rows, deadline, hang_seconds = (
+        list[dict[str, Any]](),
+        time.monotonic() + seconds,
+        min(HANG_SECONDS, HANG_SHARE * seconds),
+    )
     operators = [call["operator"] for call in job["calls"]]
     while todo and (left := deadline - time.monotonic()) > 0:
-        output = folder / "found.jsonl"
-        output.write_text("")
-        (folder / "job.json").write_text(json.dumps({**job, "todo": todo, "output": str(output)}), encoding="utf-8")
-        argv = (sys.executable, "-m", "flagcore_operators.bench", str(folder / "job.json"))
-        running = launcher.start(
-            Launch(argv=argv, folder=str(folder / "bench"), environment=environment, timeout_seconds=left)
-        )
-        try:
-            size, since, limit = 0, time.monotonic(), START_SECONDS
-            while running.wait(POLL_SECONDS) is None:
-                if output.stat().st_size > size:
-                    size, since = output.stat().st_size, time.monotonic()
-                    limit = min(HANG_SECONDS, HANG_SHARE * seconds)
-                elif time.monotonic() - since > limit:
-                    break
-        finally:
-            ended = running.stop()
-        lines = [json.loads(line) for line in output.read_text("utf-8").splitlines() if line.endswith("}")]
-        if not lines:
-            reason = failure(ended, str(folder / "bench"), (), ())[1]
-            raise RunError(_("the benchmark of operators did not start: {reason}", reason=reason))
+        lines, ended = _run({**job, "todo": todo}, environment, folder, left, hang_seconds)
         rows += [line for line in lines if line.get("done")]
         begun = next((line for line in lines[-1:] if line and not line.get("done")), None)
         if begun and ended.ended_by != "timeout":
             is_hanging = ended.ended_by == "request"
-            why = f"hangs for more than {limit:.0f} s" if is_hanging else f"crashes with exit code {ended.code}"
+            why = f"hangs for more than {hang_seconds:.0f} s" if is_hanging else f"crashes with exit code {ended.code}"
             rows.append({**begun, "failed": why})
-        broken = {(operators[row["call"]], row["implementation"]) for row in rows if "seconds" not in row}
-        known = {(row["call"], row["implementation"]) for row in rows}
-        left_over = []
-        for place, implementations in todo:
-            rest = [
-                each
-                for each in implementations
-                if (place, each) not in known and (operators[place], each) not in broken
-            ]
-            if rest:
-                left_over.append((place, rest))
+        left_over = _left_over(todo, rows, operators)
         if left_over == todo:
             break
         todo = left_over if begun else []
     return rows
+
+
+def _run(
+    job: Mapping[str, Any], environment: Mapping[str, str], folder: Path, seconds: float, hang_seconds: float
+) -> tuple[list[dict[str, Any]], Exit]:
+    """Run the benchmark until it ends or hangs, and return the lines of its output and how it ended. Raises RunError if
+    it has no output."""
+    output = folder / "found.jsonl"
+    output.write_text("")
+    (folder / "job.json").write_text(json.dumps({**job, "output": str(output)}), encoding="utf-8")
+    argv = (sys.executable, "-m", "flagcore_operators.bench", str(folder / "job.json"))
+    running = plugins.launcher("local").start(
+        Launch(argv=argv, folder=str(folder / "bench"), environment=environment, timeout_seconds=seconds)
+    )
+    try:
+        size, since, limit = 0, time.monotonic(), START_SECONDS
+        while running.wait(POLL_SECONDS) is None and time.monotonic() - since <= limit:
+            if output.stat().st_size > size:
+                size, since, limit = output.stat().st_size, time.monotonic(), hang_seconds
+    finally:
+        ended = running.stop()
+    lines = [json.loads(line) for line in output.read_text("utf-8").splitlines() if line.endswith("}")]
+    if not lines:
+        reason = failure(ended, str(folder / "bench"), (), ())[1]
+        raise RunError(_("the benchmark of operators did not start: {reason}", reason=reason))
+    return lines, ended
+
+
+def _left_over(
+    todo: Sequence[tuple[int, list[str]]], rows: Sequence[Mapping[str, Any]], operators: Sequence[str]
+) -> list[tuple[int, list[str]]]:
+    """Return the calls without a result, each with its implementations, without those that are broken."""
+    broken = {(operators[row["call"]], row["implementation"]) for row in rows if "seconds" not in row}
+    known = {(row["call"], row["implementation"]) for row in rows}
+    left = (
+        (place, [each for each in names if (place, each) not in known and (operators[place], each) not in broken])
+        for place, names in todo
+    )
+    return [(place, names) for place, names in left if names]

@@ -1,6 +1,6 @@
 """Facts of a plugin that no check can confirm: those that look wrong, with the reason, then those that none guards."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +10,7 @@ from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.cluster import NodeGroup
 from flagcore_testing import checks
 from flagcore_testing.checks.detector import missing_variables
+from flagcore_testing.checks.sources import is_close, is_one_of
 from flagcore_testing.kit import Skip, Subject
 
 LINES = 8
@@ -51,8 +52,9 @@ def shown(key: str, value: float) -> str:
 
 AGREE, NEAR = 3, (0.85, 1.18)
 """Two chips resemble each other if at least so many of their figures agree, and all but one kind."""
-SLIPS = (2.0, 4.0, 7.0, 8.0, 10.0, 16.0)
-"""Ratios that slips lead to: both directions, cards of several devices, one of several links, bits, powers of ten."""
+SLIPS, ROUNDED = (2.0, 4.0, 7.0, 8.0, 10.0, 16.0), 0.06
+"""Ratios that slips lead to: both directions, cards of several devices, one of several links, bits, powers of ten.
+The second figure is the tolerance."""
 
 
 def _unlike_neighbours(plugin: Subject) -> Iterator[str]:
@@ -75,16 +77,8 @@ def _odd(chip: Chip, other: Chip) -> tuple[list[str], float] | None:
     if len(ratios) - len(off) < AGREE or len(kinds) != 1:
         return None
     most = next(iter(off.values()))
-    is_one = all(_is_near(ratio, most) for ratio in off.values())
-    return ([*off], most) if is_one and _is_one_of(most, (*SLIPS, *(1 / by for by in SLIPS))) else None
-
-
-def _is_one_of(value: float, others: Sequence[float]) -> bool:
-    return any(_is_near(value, other) for other in others)
-
-
-def _is_near(value: float, other: float) -> bool:
-    return abs(value / other - 1) < 0.06
+    is_one = is_one_of(most, SLIPS, ROUNDED) or is_one_of(1 / most, SLIPS, ROUNDED)
+    return ([*off], most) if is_one and all(is_close(ratio, most, ROUNDED) for ratio in off.values()) else None
 
 
 PAIRS = (("fp16", "tf32"), ("bf16", "tf32"), ("int8", "fp16"), ("int8", "bf16"), ("fp8", "fp16"), ("fp8", "bf16"))
@@ -109,7 +103,7 @@ def _odd_peaks(chip: Chip) -> Iterator[str]:
     """Yield the first peak that is no usual multiple of another one."""
     peaks = {name: fact.value for name, fact in chip.dense_flops_per_second.items()}
     ratios = [(*pair, peaks[pair[0]] / peaks[pair[1]]) for pair in PAIRS if {*pair} <= {*peaks}]
-    odd = [each for each in ratios if each[2] > 0.2 and not _is_one_of(each[2], USUAL)]
+    odd = [each for each in ratios if each[2] > 0.2 and not is_one_of(each[2], USUAL, ROUNDED)]
     for name, base, ratio in odd[:1]:
         fact = shown(f"dense_flops_per_second.{name}", peaks[name])
         yield f"{chip.name}: {fact}: {ratio:.3g} times {base}, no power of two"

@@ -15,6 +15,7 @@ from unittest import mock
 
 from flagcore_vendorkit import detection
 
+from flagcore.contracts import Telemetry
 from flagcore.domain.chip import Device
 from flagcore.plugins.entry_points import one_line
 from flagcore.plugins.validation import BadPlugin, several
@@ -122,11 +123,18 @@ def ask(plugin: Subject, **variables: str) -> tuple[Device, ...]:
     return () if answer is None else several(Device)(answer)
 
 
+@contextmanager
+def readers(plugin: Subject, transcript: Transcript) -> Iterator[list[tuple[Device, Telemetry]]]:
+    """Yield the devices in a transcript that have telemetry, each with its reader."""
+    with machine(printing(transcript)), uncached():
+        found = [(device, plugin.loaded.telemetry(device)) for device in ask(plugin)]
+        yield [(device, reader) for device, reader in found if reader]
+
+
 def samples(plugin: Subject, transcript: Transcript) -> list[tuple[Device, Mapping[str, float]]]:
     """Return the devices in a transcript that have telemetry, each with a reading of it."""
-    with machine(printing(transcript)), uncached():
-        readers = [(device, plugin.loaded.telemetry(device)) for device in ask(plugin)]
-        return [(device, reader.sample()) for device, reader in readers if reader]
+    with readers(plugin, transcript) as found:
+        return [(device, reader.sample()) for device, reader in found]
 
 
 @once

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache, wraps
 from importlib.metadata import Distribution
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from flagcore_vendorkit.detection import DeviceDetector
 from flagcore_vendorkit.engines import Maturity, Quirks, Variable, read_maturity, read_quirks, read_variables
@@ -342,36 +342,6 @@ def check(
         return checked
 
     return decorate
-
-
-class Rule(NamedTuple):
-    """A row of a table of rules: what is wrong with an item of a plugin, the message and the fix.
-
-    `broken(it, plugin)` returns nothing for a valid item, a list of what is wrong with it, or another true value.
-    `text` is the message of each, with `it` and `found` filled in.
-    """
-
-    broken: Callable[[Any, Any], object]
-    text: str
-    fix: str
-
-    def problems(self, where: str, it: object, plugin: Subject) -> Iterator[Problem]:
-        """Yield what is wrong with an item. The messages begin with `where`."""
-        found = self.broken(it, plugin) or []
-        for each in found if isinstance(found, list) else [found]:
-            yield Problem(where + self.text.format(it=it, found=each), self.fix)
-
-
-def table(name: str, items: Callable[[Subject], Iterable[tuple[str, Any]]], *rules: Rule) -> Check:
-    """Return the check `name`, which applies all rules to each item: the beginning of its messages, and an object."""
-
-    def checked(plugin: Subject) -> Problems:
-        for where, it in items(plugin):
-            for rule in rules:
-                yield from rule.problems(where, it, plugin)
-
-    checked.__name__ = name
-    return check()(checked)
 
 
 LOADS, SLOW = "plugin_loads", "hooks_return_quickly"

@@ -44,6 +44,11 @@ class Cost:
         if not 0 < self.time[0] <= 1 <= self.time[1]:
             raise ValueError("`time` must be two factors around 1")
 
+    def applies(self, value: object, nodes: int) -> bool:
+        """Return whether the setting changes the cost of a job on `nodes` nodes if it has this value."""
+        is_off = value is None or value is False or _value(value) in map(_value, self.unless)
+        return not is_off and not (self.several_nodes and nodes == 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -105,8 +110,7 @@ class Settings:
         if key is None:
             return Unmodelled(name=shown or name, why=UNKNOWN, time=UNKNOWN_TIME)
         cost = self._by_key[key]
-        is_off = value is None or value is False or (cost is not None and _value(value) in map(_value, cost.unless))
-        if cost is None or is_off or (cost.several_nodes and nodes == 1):
+        if cost is None or not cost.applies(value, nodes):
             return None
         why = Message(cost.why)
         if cost.source:

@@ -20,8 +20,8 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.metrics import PER_DEVICE
 from flagcore.domain.prediction import Predictions, idle_of
 from flagcore.domain.records import model_table, prediction_record
-from flagcore.domain.space import IntArray, KnobValue, Space
-from flagcore.domain.spec import AUTO, Spec, Task, TrainSpec, pareto
+from flagcore.domain.space import IntArray, Space
+from flagcore.domain.spec import AUTO, Spec, Task, pareto
 from flagcore.errors import FlagError, NothingFits
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
@@ -29,12 +29,10 @@ from flagcore.report.estimate import ChipPlan, Estimate, Mixing
 from flagcore.report.text import DEPTHS, candidate_line
 from flagcore.tuner.effects import effects_of_row
 from flagcore.tuner.feasibility import (
-    crowded_baseline_text,
+    caveat_text,
     no_time,
     nothing_fits_text,
-    only_baseline_text,
     search_time,
-    unmet_text,
 )
 from flagcore.tuner.problem import (
     LAST,
@@ -79,59 +77,55 @@ def estimate(
     on_usual = None if on_first is None else partial(_first_line, on_first)
     opened = open_spec(spec, chip, without, plan=plan, on_usual=on_usual)
     problem, loaded = opened.problem, opened.plugins
-    task, order, mixing = problem.task, rows_by_time(problem), None
-    groups = task.cluster.groups
+    task, order = problem.task, rows_by_time(problem)
+    groups, precision = task.cluster.groups, task.spec.work.precision
     if not order.size:
-        is_detected = task.spec.cluster.chip == AUTO and not task.spec.cluster.groups
-        change = None if is_detected else partial(cheapest_change, problem, loaded)
-        raise NothingFits(nothing_fits_text(problem, change))
+        raise _nothing_fits(problem, loaded)
     published = published_runs(problem, loaded, None if evidence else NEAREST)
     place = recommended(problem, order)
-    candidate = problem.space.candidate(int(order[place]))
-    can_run = not task.spec.work.missing and not problem.engine.plans.only
-    target = first_target(snapshot_of(opened), candidate) if start and can_run else ""
+    can_run = not (task.spec.work.missing or problem.engine.plans.only)
+    target = command = ""
+    if start and can_run:
+        target = first_target(snapshot_of(opened), problem.space.candidate(int(order[place])))
+        command = start(target) if target else ""
     if on_page is not None:
-        on_page(plan_report(problem, spec, start(target) if start and target else ""))
+        on_page(plan_report(problem, spec, command))
     expected_s, is_here = expected_seconds(problem, float(problem.predictions.step_time_s[order[place]]), loaded)
-    if len(groups) > 1:
-        mixing = mixing_of(opened.spec, problem, loaded)
-    listed, more = _listed(problem, order, top, place, distinct=distinct)
-    others = [np.array([problem.row_of(problem.baseline)]), _crowded(problem, order)]
-    found = iter(_records(problem, np.concatenate((*others, order[listed]))))  # at once, because each call takes long
-    baseline, crowded = (next(found) if rows.size else None for rows in others)
-    assert baseline is not None
-    numbered = zip(listed.tolist(), found, more, strict=True)
-    candidates = [{"number": place + 1, **each, **counted} for place, each, counted in numbered]
-    candidates.sort(key=lambda each: ("last" in each, each.get("step_time_s", {}).get("value", math.inf)))
     untimed = int(np.isnan(problem.predictions.step_time_s[order]).sum())
     return Estimate(
         chip=task.cluster.chips,
         devices=task.cluster.devices,
         counts=count(problem.space, problem.pruned, SearchState()),
-        baseline=baseline,
+        **_candidates(problem, order, top, place, distinct=distinct),
         defaults=_engine_defaults(problem),
         expected_s=expected_s,
         expected_here=is_here,
-        crowded=crowded,
-        unmet=unmet_text(problem) or only_baseline_text(problem) or crowded_baseline_text(problem),
-        candidates=tuple(candidates),
+        unmet=caveat_text(problem),
         objective=task.spec.objective,
         model=tuple(model_table(problem.engine.plans.model(task))),
         untimed=untimed,
         no_time=no_time(task, problem.costs) if untimed else "",
-        precision=task.spec.work.precision,
+        precision=precision,
         published=published,
-        best_mfu=groups[0].chip.best_mfu.get(task.spec.work.precision) if len(groups) == 1 else None,
+        best_mfu=groups[0].chip.best_mfu.get(precision) if len(groups) == 1 else None,
         runs=_runs(problem),
         assumed=_assumed(task),
         notes=plugin_notes(problem.platform),
         unmodelled=tuple(each.name for each in problem.platform.unmodelled),
         search=search_time(problem) if can_run else None,
-        mixing=mixing,
+        mixing=mixing_of(opened.spec, problem, loaded) if len(groups) > 1 else None,
         knobs=problem.knobs,
         labels=problem.engine.plans.labels,
         target=target,
     )
+
+
+def _nothing_fits(problem: Problem, plugins: LoadedPlugins) -> NothingFits:
+    """Return the error if no candidate fits. It names a change that helps, unless the chip was detected here."""
+    cluster = problem.task.spec.cluster
+    is_detected = cluster.chip == AUTO and not cluster.groups
+    change = None if is_detected else partial(cheapest_change, problem, plugins)
+    return NothingFits(nothing_fits_text(problem, change))
 
 
 def _first_line(report: Callable[[str], object], platform: Platform, space: Space, predictions: Predictions) -> None:
@@ -143,6 +137,18 @@ def _first_line(report: Callable[[str], object], platform: Platform, space: Spac
         found = with_figures(platform.task, predictions.row(row))
         name, candidate = _("fastest of {count} usual layouts, so far", count=len(space)), space.candidate(row)
         report(candidate_line(name, candidate.as_dict(), found, knobs))
+
+
+def _candidates(problem: Problem, order: IntArray, top: int, plan: int, *, distinct: bool) -> dict[str, Any]:
+    """Return the fields of `Estimate` with records of candidates: `baseline`, `crowded` and `candidates`."""
+    listed, more = _listed(problem, order, top, plan, distinct=distinct)
+    others = [np.array([problem.row_of(problem.baseline)]), _crowded(problem, order)]
+    found = iter(_records(problem, np.concatenate((*others, order[listed]))))  # at once, because each call takes long
+    baseline, crowded = (next(found) if rows.size else None for rows in others)
+    numbered = zip(listed.tolist(), found, more, strict=True)
+    candidates = [{"number": place + 1, **each, **counted} for place, each, counted in numbered]
+    candidates.sort(key=lambda each: ("last" in each, each.get("step_time_s", {}).get("value", math.inf)))
+    return {"baseline": baseline, "crowded": crowded, "candidates": tuple(candidates)}
 
 
 def _listed(
@@ -205,8 +211,7 @@ def _assumed(task: Task) -> Mapping[str, Any]:
     """Return the implementation, the settings and the depths of multi-token prediction that a plan assumes, if any."""
     work = task.spec.work
     found = {"implementation": task.spec.train.implementation, **work.assumed} if work.assumed else {}
-    is_assumed = isinstance(work, TrainSpec) and work.untrained_depths is not None
-    return {**found, DEPTHS: task.spec.model.mtp_num_layers} if is_assumed else found
+    return {**found, DEPTHS: task.spec.model.mtp_num_layers} if work.untrained_depths is not None else found
 
 
 def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
@@ -282,32 +287,36 @@ def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | 
     if not known_plans:
         return None
     (mixed, rows), *other_plans = sorted(known_plans, key=lambda pair: pair[0].step_time_s)
-    row = rows[[recommended(problem, rows)]]
+    row = int(rows[recommended(problem, rows)])
     alone = {title: _alone(spec, problem, group, plugins) for group, title in enumerate(titles)}
-    columns = problem.space.columns(row)
-    task = problem.task.for_engine(effects_of_row(problem.task, columns))
-    pipelines = problem.engine.plans.pipelines(task, columns, problem.costs)
-    shares = {title: idle_of(pipelines, number) for number, title in enumerate(titles)}
-    stages = [
-        (seconds, titles[group])
-        for each in pipelines
-        for seconds, group in zip(np.add(each.forward_s, each.backward_s) * each.microbatches, each.groups, strict=True)
-    ]
     return Mixing(
         mixed=mixed,
         others=tuple(plan for plan, _ in other_plans),
         alone=tuple(plan for plan in alone.values() if plan),
         unable=tuple(title for title, plan in alone.items() if plan is None),
-        idle={title: share for title, share in shares.items() if share is not None},
-        limit=limit(problem.predictions.row(int(row[0]))),
-        slowest=max(stages, default=(0.0, ""))[1],
-        stages=tuple(
-            tuple((titles[group], layers) for group, layers in zip(each.groups, each.layers, strict=True))
-            for each in pipelines
-            if each.layers
-        ),
+        limit=limit(problem.predictions.row(row)),
         kinds=titles,
+        **_stages_of_kinds(problem, row),
     )
+
+
+def _stages_of_kinds(problem: Problem, row: int) -> dict[str, Any]:
+    """Return the fields of `Mixing` about the pipelines of a candidate: `idle`, `slowest` and `stages`."""
+    columns, titles = problem.space.columns(np.array([row])), problem.task.cluster.names
+    task = problem.task.for_engine(effects_of_row(problem.task, columns))
+    pipelines = problem.engine.plans.pipelines(task, columns, problem.costs)
+    shares = {title: idle_of(pipelines, number) for number, title in enumerate(titles)}
+    times = [
+        (seconds, titles[group])
+        for each in pipelines
+        for seconds, group in zip(np.add(each.forward_s, each.backward_s) * each.microbatches, each.groups, strict=True)
+    ]
+    layers = (zip(each.groups, each.layers, strict=True) for each in pipelines if each.layers)
+    return {
+        "idle": {title: share for title, share in shares.items() if share is not None},
+        "slowest": max(times, default=(0.0, ""))[1],
+        "stages": tuple(tuple((titles[group], count) for group, count in pipeline) for pipeline in layers),
+    }
 
 
 def _alone(spec: Spec, mixed: Problem, group: int, plugins: LoadedPlugins) -> ChipPlan | None:
@@ -370,29 +379,38 @@ def _changes_to_fit(problem: Problem, most: int) -> Iterator[tuple[str, Spec]]:
 
     `most` is the number of devices of a whole node. Servers keep the settings of the baseline, but not its layout.
     """
-    spec, work, kept = problem.task.spec, problem.task.spec.work, dict[str, KnobValue]()
+    spec, work, baseline = problem.task.spec, problem.task.spec.work, problem.task.spec.baseline or {}
+    widest = replace(spec, space={}, baseline=None)
     if work.takes_any_flag:
-        knobs = {name: each for each in problem.knobs.values() for name in (*each.names, *(f.name for f in each.flags))}
-        of_name = {name: knobs.get(name) or knobs.get(name.lstrip("-").replace("_", "-")) for name in work.engine_args}
-        of_name |= {name: knobs.get(name) for name in spec.baseline or {}}
-        layout = [name for name, knob in of_name.items() if knob is None or knob.layout]
-        kept = {name: value for name, value in (spec.baseline or {}).items() if name not in layout}
-        shares = [name for name, knob in of_name.items() if knob and knob.kind == "share"]
-        others = {name: value for name, value in (spec.baseline or {}).items() if name not in shares}
-        if shares:
+        knobs = _knobs_by_name(problem)
+        if shares := [name for name, knob in knobs.items() if knob.kind == "share"]:
+            others = {name: value for name, value in baseline.items() if name not in shares}
             changed = replace(spec, baseline=others or None, work=work.without_args(shares))
             yield _("{keys} removed", keys=", ".join(shares)), changed
-        work = work.with_default_space()
-    widest = replace(spec, space={}, baseline=kept or None, work=work)
+        kept = {name: value for name, value in baseline.items() if name in knobs and not knobs[name].layout}
+        widest = replace(widest, baseline=kept or None, work=work.with_default_space())
     if spec.space:
         yield _("all knobs in the space"), widest
-    if spec.cluster.groups:
-        return
-    devices = spec.cluster.devices_per_node or most
-    while (devices := 2 * devices) <= most and spec.cluster.nodes == 1:
-        cluster = replace(spec.cluster, devices_per_node=devices)
-        yield _("cluster.devices_per_node = {devices}", devices=devices), replace(widest, cluster=cluster)
+    if not spec.cluster.groups:
+        yield from _more_devices(widest, most)
+
+
+def _knobs_by_name(problem: Problem) -> dict[str, Knob]:
+    """Return the known knobs of a server's arguments and of its baseline, by the names that these use."""
+    spec = problem.task.spec
+    knobs = {name: each for each in problem.knobs.values() for name in (*each.names, *(f.name for f in each.flags))}
+    arguments = {name: knobs.get(name, knobs.get(name.lstrip("-").replace("_", "-"))) for name in spec.work.engine_args}
+    named = arguments | {name: knobs.get(name) for name in spec.baseline or {}}
+    return {name: knob for name, knob in named.items() if knob}
+
+
+def _more_devices(spec: Spec, most: int) -> Iterator[tuple[str, Spec]]:
+    """Yield changes to more devices of one node, up to `most`, and then to more nodes, with the changed spec."""
+    cluster = spec.cluster
+    devices = cluster.devices_per_node or most
+    while (devices := 2 * devices) <= most and cluster.nodes == 1:
+        changed = replace(spec, cluster=replace(cluster, devices_per_node=devices))
+        yield _("cluster.devices_per_node = {devices}", devices=devices), changed
     for doubling in range(1, DOUBLINGS + 1):
-        nodes = spec.cluster.nodes << doubling
-        cluster = replace(spec.cluster, nodes=nodes, hosts=())
-        yield _("cluster.nodes = {nodes}", nodes=nodes), replace(widest, cluster=cluster)
+        nodes = cluster.nodes << doubling
+        yield _("cluster.nodes = {nodes}", nodes=nodes), replace(spec, cluster=replace(cluster, nodes=nodes, hosts=()))

@@ -14,6 +14,7 @@ from flagcore.api.jobs import predicted_like, published_job
 from flagcore.api.runs import Snapshot, all_trials, load_snapshot, no_best_error
 from flagcore.api.subject import Subject, best_of
 from flagcore.domain.plan import failed_repeats
+from flagcore.domain.prediction import Prediction
 from flagcore.domain.space import DOES_NOT_FIT, Candidate
 from flagcore.domain.trial import ESTIMATE, PROBE, Role, Trial, TrialState
 from flagcore.errors import NothingFits, SpecError
@@ -55,16 +56,7 @@ def state_of(subject: Subject) -> tuple[str, list[str], Sequence[ExcludingRule]]
     if predicted is None:
         return ILLEGAL, [*map(_broken_rule, subject.broken), *_values_outside_space(subject)], subject.broken
     if subject.row is None:
-        bounds = (each for each in snapshot.problem.legality.bounds if each.broken(subject.columns).any())
-        messages = {each.name: each.message for each in bounds}
-        rules = [PruningRule(rule=name, message=message, trial=None) for name, message in messages.items()]
-        if rules and not list(_values_outside_space(subject)):
-            return REMOVED, [*map(str, rules), needs_text(predicted)], rules
-        not_listed = [_("not in the space: the values in auto_tuner.space cannot be combined to this candidate")]
-        lines = [*(list(_values_outside_space(subject)) or not_listed), _(LEGAL[predicted.fits])]
-        pruned_by = snapshot.pruned_by(subject.columns)
-        lines += [needs_text(predicted), *(_("it would be removed: {rule}", rule=each) for each in pruned_by)]
-        return OUTSIDE, lines, []
+        return _state_outside(subject, predicted)
     rules = _pruning_rules(snapshot, subject.row)
     own = (trial for trial in subject.trials if trial.role is not Role.IMPORTED)
     if any(trial.fidelity == snapshot.fidelity != ESTIMATE for trial in own):
@@ -74,6 +66,20 @@ def state_of(subject: Subject) -> tuple[str, list[str], Sequence[ExcludingRule]]
     if rules:
         return REMOVED, [*probes, *(_removal(subject, each) for each in rules)], rules
     return OPEN, [*probes, *_why_open(subject)], []
+
+
+def _state_outside(subject: Subject, predicted: Prediction) -> tuple[str, list[str], Sequence[ExcludingRule]]:
+    """Return the same as `state_of` for a legal candidate that is not in the space."""
+    snapshot, outside = subject.snapshot, list(_values_outside_space(subject))
+    bounds = (each for each in snapshot.problem.legality.bounds if each.broken(subject.columns).any())
+    messages = {each.name: each.message for each in bounds}
+    rules = [PruningRule(rule=name, message=message, trial=None) for name, message in messages.items()]
+    if rules and not outside:
+        return REMOVED, [*map(str, rules), needs_text(predicted)], rules
+    not_listed = [_("not in the space: the values in auto_tuner.space cannot be combined to this candidate")]
+    pruned_by = snapshot.pruned_by(subject.columns)
+    lines = [*(outside or not_listed), _(LEGAL[predicted.fits]), needs_text(predicted)]
+    return OUTSIDE, [*lines, *(_("it would be removed: {rule}", rule=each) for each in pruned_by)], []
 
 
 def _broken_rule(rule: ExcludingRule) -> str:
@@ -240,14 +246,7 @@ def explain_like(
     prediction with its own settings, such as its schedule. Raises the errors of `flagcore.errors`.
     """
     if "--" in name:
-        parsed_spec = read_spec(spec, chip, without)
-        engine = plugins.engine_of(parsed_spec.work)
-        name, settings, unused = engine.plans.read_flags(name, parsed_spec)
-        changes = {f"{engine.kind}.settings.{key}": value for key, value in settings.items()}
-        report = candidate_report(load_snapshot(changed_spec(spec, changes), chip, without), name)
-        lines = [_("with {settings}", settings=", ".join(f"{k}={v}" for k, v in settings.items()))] if settings else []
-        lines += [_("not used, as they are part of the job: {flags}", flags=", ".join(unused))] if unused else []
-        return replace(report, because=(*lines, *report.because))
+        return _explain_flags(spec, name, chip, without)
     snapshot = load_snapshot(spec, chip, without)
     if "=" in name:
         return candidate_report(snapshot, name)
@@ -272,6 +271,18 @@ def explain_like(
     line = _(text, gain=prediction.step_time_s / best_s - 1.0, **figures)
     line += ", " + _("does not fit") if prediction.fits is False else ""
     return replace(report, name=title, because=(line, *report.because), published=published)
+
+
+def _explain_flags(spec: SpecLike, flags: str, chip: str | None, without: Collection[str]) -> CandidateReport:
+    """Explain the candidate of a spec with the flags of a command. Its other settings apply to the job."""
+    parsed_spec = read_spec(spec, chip, without)
+    engine = plugins.engine_of(parsed_spec.work)
+    name, settings, unused = engine.plans.read_flags(flags, parsed_spec)
+    changes = {f"{engine.kind}.settings.{key}": value for key, value in settings.items()}
+    report = candidate_report(load_snapshot(changed_spec(spec, changes), chip, without), name)
+    lines = [_("with {settings}", settings=", ".join(f"{k}={v}" for k, v in settings.items()))] if settings else []
+    lines += [_("not used, as they are part of the job: {flags}", flags=", ".join(unused))] if unused else []
+    return replace(report, because=(*lines, *report.because))
 
 
 def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:

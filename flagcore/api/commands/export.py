@@ -1,22 +1,21 @@
-"""Exports a candidate as files that start it, and a spec as a Kubernetes job that tunes it."""
+"""Exports a candidate as files that start it."""
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from tempfile import TemporaryDirectory
-from typing import Any, cast
 
 from flagcore import plugins
 from flagcore.api.candidate_parser import legal_candidate
-from flagcore.api.inputs import LoadedSpec, with_settings
+from flagcore.api.inputs import LoadedSpec
 from flagcore.api.outcome import require_startable
 from flagcore.api.runs import Snapshot, load_snapshot
 from flagcore.api.subject import columns_of, named_columns
-from flagcore.contracts import Exporter, ExportJob, ManifestWriter, Platform
+from flagcore.contracts import Exporter, ExportJob, Platform
 from flagcore.contracts.exchange import ANY_HOST
 from flagcore.domain.files import writable
 from flagcore.domain.launch import Launch, ServerGroups
@@ -61,8 +60,7 @@ def export(
     snapshot = load_snapshot(where, chip, without)
     chosen = legal_candidate(snapshot.problem, named_columns(snapshot, candidate)[0])
     folder = Path(output) if output is not None else Path(f"{job_id}-{target}")
-    if folder.exists() and (not folder.is_dir() or any(each.name != DRAFT for each in folder.iterdir())):
-        raise UsageError(_("{folder} is not empty: delete it or choose another folder", folder=folder))
+    _require_empty(folder)
     require_startable(snapshot.problem, chosen, elsewhere=True)
     work = snapshot.problem.task.spec.work
     if work.missing:
@@ -74,16 +72,27 @@ def export(
         try:
             files, missing = files_of(target)
         except UsageError as error:
-            accepted = ", ".join(each for each in exporters if each != target and _is_accepted(files_of, each))
-            known = _("targets that accept this job: {known}", known=accepted) if accepted else ""
-            raise UsageError("; ".join(filter(None, [str(error), known]))) from None
+            accepted = [each for each in exporters if each != target and _is_accepted(files_of, each)]
+            known = [_("targets that accept this job: {known}", known=", ".join(accepted))] if accepted else []
+            raise UsageError("; ".join([str(error), *known])) from None
         for file, text in files.items():
-            (draft / file).parent.mkdir(exist_ok=True)
-            (draft / file).write_text(text, "utf-8", errors="surrogateescape")
-            (draft / file).chmod(0o755 if text.startswith("#!") else 0o644)
+            _write(draft / file, text)
     text = N_("the job trains on generated data until you replace the sample arguments; add {missing}")
     notes = (_(text, missing=missing),) if missing else ()
     return Exported(files=tuple(sorted(each for each in folder.rglob("*") if each.is_file())), notes=notes)
+
+
+def _require_empty(folder: Path) -> None:
+    """Raise UsageError if there is anything but the rest of an export that was killed."""
+    if folder.exists() and (not folder.is_dir() or any(each.name != DRAFT for each in folder.iterdir())):
+        raise UsageError(_("{folder} is not empty: delete it or choose another folder", folder=folder))
+
+
+def _write(file: Path, text: str) -> None:
+    """Write an exported file. A script can be executed."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text, "utf-8", errors="surrogateescape")
+    file.chmod(0o755 if text.startswith("#!") else 0o644)
 
 
 @contextmanager
@@ -249,35 +258,3 @@ def _comments(snapshot: Snapshot, candidate: Candidate) -> tuple[str, ...]:
         if knob is not None and value not in (None, knob.neutral):
             lines.append(f"  {name} = {value}: {knob.help}")
     return tuple(lines)
-
-
-def manifest(
-    where: Path | str,
-    *,
-    name: str | None = None,
-    chip: str | None = None,
-    settings: Sequence[str] = (),
-    without: Collection[str] = (),
-    **options: str | None,
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the manifest of a Kubernetes job that tunes a spec, and notes for the user.
-
-    Requires the extra `kubernetes`. `options`: `kind` (jobset, pytorchjob or volcano) and `image` are required; for the
-    others see `ExportJob`. All files must have the same paths in the image or on the volume. `chip` and `settings`
-    (`KEY=VALUE`) change the spec, and the job passes them to `flag tune`. Raises the errors of `flagcore.errors`.
-    """
-    place = Path(where)
-    if place.is_dir():
-        text = N_(
-            "expected a spec, but {run} is a run directory; to export its best configuration, use "
-            "`flag export {run} --to kubernetes`"
-        )
-        raise UsageError(_(text, run=place))
-    name = job_name(place.stem) if name is None else checked_name(name)
-    writer = cast(ManifestWriter, plugins.launcher("kubernetes"))
-    if secrets_in_arguments(settings):
-        raise UsageError(_("the command contains a secret; pass it in a variable"))
-    changes = [word for each in settings for word in ("--set", each)] + (["--chip", chip] if chip else [])
-    platform = load_snapshot(with_settings(place, settings), chip, without).problem.platform
-    given = {key: value for key, value in options.items() if value}
-    return writer.manifest(platform, place, name=name, options=given, changes=changes)

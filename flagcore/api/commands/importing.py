@@ -1,5 +1,4 @@
-"""Creates specs from the configuration of another tool, from an engine's command, or from a few values, and adds the
-trials of another tuner to a run."""
+"""Reads the configuration of another tool as a spec, and adds the trials of another tuner to a run."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,22 +13,19 @@ from flagcore.api.inputs import (
     RUNS,
     LoadedSpec,
     SpecLike,
-    check_chips,
     check_spec,
     fixed_task,
     open_spec,
     spec_data,
     write_spec,
 )
-from flagcore.contracts import HistoryReader, ImportedSpec, Problem, commands_of
+from flagcore.contracts import HistoryReader, ImportedSpec, Problem
 from flagcore.domain.knob import Knobs
-from flagcore.domain.secrets import redact_data
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.trial import Role, Trial, checked
 from flagcore.errors import RunError, SpecError, SpecErrors, UsageError
 from flagcore.i18n import N_, _
 from flagcore.spec.convert import engines_of
-from flagcore.spec.models import absolute_model
 from flagcore.tuner.experience import Experience
 from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.run_folder import RunDirectory
@@ -54,27 +50,6 @@ def check_imported(found: ImportedSpec) -> None:
         problems = [each for each in error.problems if each.key != "model" or not isinstance(each.value, str)]
         if problems:
             raise found.translate_error(SpecErrors(problems)) from None
-
-
-def read_command(
-    engine: str | None, words: Sequence[str], *, model: str | None = None, chip: str | None = None, text: str = ""
-) -> ImportedSpec:
-    """Return a spec for a command: one quoted text, the path of a file that starts it, or several words.
-
-    `engine`: None means the engine that the command starts. `model`: the path of the model if the command does not
-    contain it. `chip`: the chip of the cluster; if it is None, it is detected later. `text`: the content of the file in
-    place of `words`. Raises SpecError, UsageError, or NoDevice if the reader of commands is not installed.
-    """
-    readers = [engine] if engine else plugins.command_readers()
-    engines = {name: commands_of(plugins.find_engine(name)) for name in readers}
-    path = absolute_model(model, Path()) if model is not None else None
-    spec = plugins.command_reader().read_command(engines, words, text, path, plugins.command_readers)
-    if chip is not None:
-        spec.data["cluster"]["chip"] = chip
-    spec = replace(spec, data=redact_data(spec.data))
-    check_imported(spec)
-    check_chips(spec.data.get("cluster"))
-    return spec
 
 
 MAX_FACTOR = 20.0

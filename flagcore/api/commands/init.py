@@ -1,6 +1,6 @@
-"""Creates specs from a few values, and lists the public models that a spec can name."""
+"""Creates specs from a few values."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +13,7 @@ from flagcore.domain.chip import USUAL_DEVICES
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import FlagError
 from flagcore.spec.clusters import ClusterSection
-from flagcore.spec.models import absolute_model, catalogue, model_from
+from flagcore.spec.models import absolute_model, model_from
 from flagcore.spec.schema import CommonSection
 from flagcore.spec.validate import Section
 
@@ -84,16 +84,3 @@ def _comments(data: Mapping[str, Any], sections: Mapping[str, type[Section]]) ->
             if (field := schema.model_fields.get(key)) is not None and field.description:
                 notes.append(ImportNote(key, field.description, f"{section}.{key}".lstrip(".")))
     return notes
-
-
-def public_model_table(words: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return one record per public model whose name contains all words, in any case: its shape, context and weights.
-
-    `context` is None if it is not known. Raises SpecError without a catalogue of models.
-    """
-    return catalogue().table(words)
-
-
-def similar_models(name: str) -> list[str]:
-    """Return up to three public models that a name may mean. The organization does not matter."""
-    return catalogue().similar_models(name)

@@ -65,12 +65,7 @@ def run_best(
         sys.exit()
     sys.stdout.flush()
     if ready:
-        first = urlsplit(ready[0]).port or 80
-        shift = 0 if port is None else port - first
-        urls = (re.sub(r":(\d+)", lambda match: f":{int(match[1]) + shift}", str(url), count=1) for url in ready)
-        server = Launch(
-            argv=tuple(argv), folder=folder, ready=tuple(urls), environment={PORT_VARIABLE: str(first + shift)}
-        )
+        server = _on_port(Launch(argv=tuple(argv), folder=folder, ready=tuple(map(str, ready))), port)
         sys.exit(_serve(server, 1 if stdout is None else stdout, on_ready or str))
     if stdout is not None:
         os.dup2(stdout, 1)
@@ -130,6 +125,14 @@ def _run_on_hosts(script: Path, launch: Mapping[str, Any]) -> int:
     if ended.lost_host:
         raise HostLost("", f"host {ended.detail}")
     return ended.code
+
+
+def _on_port(launch: Launch, port: int | None) -> Launch:
+    """Return the launch of servers of which the first has `port`, by default its own, and the others the next ones."""
+    first = urlsplit(launch.ready[0]).port or 80
+    shift = 0 if port is None else port - first
+    urls = (re.sub(r":(\d+)", lambda match: f":{int(match[1]) + shift}", url, count=1) for url in launch.ready)
+    return replace(launch, ready=tuple(urls), environment={PORT_VARIABLE: str(first + shift)})
 
 
 def _serve(launch: Launch, stdout: int, on_ready: Callable[[str], object]) -> int:

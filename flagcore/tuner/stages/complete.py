@@ -21,12 +21,13 @@ from flagcore.domain.engine import (
     Unmodelled,
     ValueRule,
 )
-from flagcore.domain.knob import Knob
+from flagcore.domain.knob import Effect, Knob
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.errors import FlagError, NoDevice, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.devices import require_devices
+from flagcore.tuner.effects import environment_of
 from flagcore.tuner.stages.discover import discover
 
 
@@ -71,22 +72,8 @@ def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, engine: Engine, vers
     chips = [group.chip for group in groups]
     usable = (device for group in groups for device in group.usable(hardware.devices, task.devices_on(group)))
     own_devices = tuple(dict.fromkeys(usable))
-    readers = {device: plugins.telemetry(device) for device in own_devices}
     environments = [plugins.environment(chip, name, version, task) for chip in chips]
     environment = {name: value for variables in reversed(environments) for name, value in variables.items()}
-    setups = [
-        HostSetup(
-            kind=requested.kind,
-            nodes=group.nodes,
-            devices=group.devices_per_node,
-            support=support_of_chip,
-            environment=_of_shell(variables),
-            envs=requested.envs,
-        )
-        for requested, group, support_of_chip, variables in zip(
-            spec.cluster.groups, groups, hardware.supports, environments, strict=False
-        )
-    ]
     first_chip_knobs, *other_chips_knobs = (plugins.knobs(chip, name, version) for chip in chips)
     return Platform(
         task=task,
@@ -95,15 +82,37 @@ def complete_by_plugins(spec: Spec, plugins: LoadedPlugins, engine: Engine, vers
         support=support,
         environment=_of_shell(environment),
         failure_patterns=advice.failures,
-        telemetry={device: reader for device, reader in readers.items() if reader is not None},
+        telemetry={device: reader for device in own_devices if (reader := plugins.telemetry(device)) is not None},
         devices=own_devices,
         knobs=tuple(knob for knob in first_chip_knobs if all(knob in each for each in other_chips_knobs)),
         engine_version=version,
         conflicts=tuple(_conflicts(environment, spec)),
-        setups=tuple(setups),
+        setups=_setups(spec, groups, hardware.supports, environments),
         value_rules=advice.rules,
         precision_reason=precision_reason,
         unmodelled=unmodelled(requested, engine, plugins, advice),
+    )
+
+
+def _setups(
+    spec: Spec,
+    groups: Sequence[NodeGroup],
+    supports: Sequence[EngineSupport],
+    environments: Sequence[Mapping[str, str]],
+) -> tuple[HostSetup, ...]:
+    """Return how the ranks of each kind of hosts start. Empty if all hosts are identical."""
+    return tuple(
+        HostSetup(
+            kind=requested.kind,
+            nodes=group.nodes,
+            devices=group.devices_per_node,
+            support=support,
+            environment=_of_shell(variables),
+            envs=requested.envs,
+        )
+        for requested, group, support, variables in zip(
+            spec.cluster.groups, groups, supports, environments, strict=False
+        )
     )
 
 
@@ -225,24 +234,28 @@ def with_plugin_knobs(platform: Platform) -> Platform:
     the engine has a knob with the same name. Raises SpecError for an unknown knob or an invalid value.
     """
     task, spec, engine = platform.task, platform.task.spec, platform.engine
-    engine_names = {name for knob in engine.knobs if knob.searchable or knob.comparable for name in knob.names}
+    engine_names = {name for knob in engine.knobs if knob.choosable for name in knob.names}
     plugin_knobs = tuple(knob for knob in platform.knobs if knob.name not in engine_names)
-    named_knobs = {**(spec.baseline or {}), **spec.space}
-    settings = [_compared_setting(task, knob) for knob in engine.knobs if knob.comparable and knob.name in named_knobs]
-    chosen = (*settings, *(knob for knob in plugin_knobs if knob.name in named_knobs))
-    plugin_names = ", ".join(knob.name for knob in plugin_knobs)
-    if not spec.work.takes_any_flag:
-        for name in named_knobs.keys() - engine_names - {knob.name for knob in chosen}:
-            section = "space" if name in spec.space else "baseline"
-            problem = f"is not a knob of {spec.work.engine} on {task.cluster.chips}"
-            fix = f"knobs of plugins on these chips: {plugin_names or 'none'}"
-            raise SpecError(key=f"auto_tuner.{section}.{name}", value=named_knobs[name], problem=problem, fix=fix)
+    named = {*(spec.baseline or {}), *spec.space}
+    settings = [_compared_setting(task, knob) for knob in engine.knobs if knob.comparable and knob.name in named]
+    chosen = (*settings, *(knob for knob in plugin_knobs if knob.name in named))
+    unknown = named - engine_names - {knob.name for knob in chosen}
+    if unknown and not spec.work.takes_any_flag:
+        raise _unknown_knob(task, next(iter(unknown)), plugin_knobs)
     for knob in chosen:
         _check_knob(spec, knob)
-    task = replace(task, knobs=chosen)
-    searched = {name for knob in chosen for effect in knob.effects.values() for name in effect.environment}
+    searched = environment_of([effect for knob in chosen for effect in knob.effects.values()])
     environment = {name: value for name, value in platform.environment.items() if name not in searched}
-    return replace(platform, task=task, knobs=plugin_knobs, environment=environment)
+    return replace(platform, task=replace(task, knobs=chosen), knobs=plugin_knobs, environment=environment)
+
+
+def _unknown_knob(task: Task, name: str, plugin_knobs: Sequence[Knob]) -> SpecError:
+    """Return the error of a name in the space or the baseline that neither the engine nor a plugin knows."""
+    spec = task.spec
+    section, values = ("space", spec.space) if name in spec.space else ("baseline", spec.baseline or {})
+    problem = f"is not a knob of {spec.work.engine} on {task.cluster.chips}"
+    fix = f"knobs of plugins on these chips: {', '.join(knob.name for knob in plugin_knobs) or 'none'}"
+    return SpecError(key=f"auto_tuner.{section}.{name}", value=values[name], problem=problem, fix=fix)
 
 
 def _compared_setting(task: Task, knob: Knob) -> Knob:
@@ -266,18 +279,23 @@ def _check_knob(spec: Spec, knob: Knob) -> None:
         knob.parse(value, f"auto_tuner.space.{knob.name}")
     if knob.name in baseline:
         knob.parse(baseline[knob.name], f"auto_tuner.baseline.{knob.name}")
-    kind = spec.work.kind
     for effect in knob.effects.values():
-        for section, values, names in (
-            (f"{kind}.settings", spec.work.settings, effect.settings),
-            ("envs", {name: each[name] for each in spec.variables for name in each}, effect.environment),
-        ):
-            if duplicates := [name for name in names if name in values]:
-                key, problem = f"{section}.{duplicates[0]}", f"is also set by auto_tuner.space.{knob.name}"
-                raise SpecError(key=key, value=values[duplicates[0]], problem=problem, fix="remove one of the two")
-        if duplicates := [flag for flag in effect.flags if flag.startswith("--") and flag in (spec.work.command or ())]:
-            problem = f"has {duplicates[0]}, which auto_tuner.space.{knob.name} adds or leaves out"
-            raise SpecError(key=f"{kind}.command", problem=problem, fix="remove one of the two")
+        _check_effect(spec, knob.name, effect)
+
+
+def _check_effect(spec: Spec, knob: str, effect: Effect) -> None:
+    """Raise SpecError if the spec also sets what an effect of the knob changes: a setting, a variable or a flag."""
+    kind, variables = spec.work.kind, {name: each[name] for each in spec.variables for name in each}
+    for section, values, names in (
+        (f"{kind}.settings", spec.work.settings, effect.settings),
+        ("envs", variables, effect.environment),
+    ):
+        if duplicates := [name for name in names if name in values]:
+            key, problem = f"{section}.{duplicates[0]}", f"is also set by auto_tuner.space.{knob}"
+            raise SpecError(key=key, value=values[duplicates[0]], problem=problem, fix="remove one of the two")
+    if duplicates := [flag for flag in effect.flags if flag.startswith("--") and flag in (spec.work.command or ())]:
+        problem = f"has {duplicates[0]}, which auto_tuner.space.{knob} adds or leaves out"
+        raise SpecError(key=f"{kind}.command", problem=problem, fix="remove one of the two")
 
 
 def engine_version(spec: Spec, engine: Engine) -> str | None:

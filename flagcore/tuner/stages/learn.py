@@ -22,21 +22,23 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
     own_trials = [trial for trial in trials if trial.fidelity == fidelity]
     measured_interference = interference(own_trials)
     if measured_interference and not measured_interference.is_negligible:
-        disturbed = {each.number for each in own_trials if each.group is not None and each.state in TIMED_STATES}
-        own_trials = [replace(each, inconclusive=True) if each.number in disturbed else each for each in own_trials]
+        own_trials = [_disturbed(trial) for trial in own_trials]
     by_candidate = _results(own_trials)
-    baseline = [trial for trial in by_candidate.values() if trial.role is Role.BASELINE]
-    repeats = tuple(trial for trial in own_trials if trial.role is Role.REPEAT)
     state = SearchState(
         by_candidate=by_candidate,
-        repeats=repeats,
-        baseline=baseline[0] if baseline else None,
+        repeats=tuple(trial for trial in own_trials if trial.role is Role.REPEAT),
+        baseline=next((trial for trial in by_candidate.values() if trial.role is Role.BASELINE), None),
         probes=tuple(trial for trial in trials if trial.fidelity != fidelity),
         interference=measured_interference,
     )
-    measured = [each for each in by_candidate.values() if each.is_conclusive and state.runs_of(each.candidate)]
-    order = sorted(measured, key=lambda trial: state.speed_of(trial.candidate), reverse=True)
+    order = _by_speed(state)
     return replace(state, best=_best(state, order), fastest=next(iter(order), None))
+
+
+def _disturbed(trial: Trial) -> Trial:
+    """Return a trial, marked inconclusive if it has step times and ran while others did."""
+    is_disturbed = trial.group is not None and trial.state in TIMED_STATES
+    return replace(trial, inconclusive=True) if is_disturbed else trial
 
 
 def _results(trials: Sequence[Trial]) -> dict[Candidate, Trial]:
@@ -49,6 +51,12 @@ def _results(trials: Sequence[Trial]) -> dict[Candidate, Trial]:
         if earlier is None or not earlier.is_conclusive or earlier.source or earlier.state is TrialState.FAILED:
             found[trial.candidate] = trial
     return found
+
+
+def _by_speed(state: SearchState) -> list[Trial]:
+    """Return the conclusive measured trials, the fastest first."""
+    measured = [each for each in state.by_candidate.values() if each.is_conclusive and state.runs_of(each.candidate)]
+    return sorted(measured, key=lambda trial: state.speed_of(trial.candidate), reverse=True)
 
 
 def _best(state: SearchState, order: Sequence[Trial]) -> Trial | None:

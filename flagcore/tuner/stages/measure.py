@@ -43,6 +43,8 @@ HANG_STEPS, HANG_SECONDS = 20.0, 5.0
 hand: logs may show several steps at once."""
 ENDED_AFTER_STEPS = (None, "disk", "full_disk", "timeout")
 """The values of `Exit.ended_by` with which a trial still counts as measured if it finished its steps."""
+STEPS, SLOWER, TOO_LONG = "steps", "slower", "too long"
+"""Why a trial is stopped: it has run its steps, it is slower than the best, or its next step takes too long."""
 
 
 def measure(
@@ -85,8 +87,7 @@ class _Monitor:
         readings, running_steps = Readings(self.platform), self.platform.engine.steps(self.platform.task, self.folder)
         step_limit = running_steps.limit
         start, warmup, steps_to_run = time.monotonic(), self.control.warmup_iters, step_limit
-        has_run_steps = is_slower = is_too_long = False
-        step_count, last_step_at = 0, 0.0
+        step_count, last_step_at, why = 0, 0.0, ""
 
         def progress() -> tuple[float, ...]:
             """Return the step times so far. Those that cannot be are infinite; the trial fails at its end."""
@@ -103,10 +104,7 @@ class _Monitor:
                     warmup = warmup_steps(steps, self.control.warmup_iters)
                     steps_to_run = self._steps_to_run(steps, step_limit - self.control.warmup_iters + warmup, elapsed)
                 readings.take()
-                has_run_steps = steps_to_run is not None and len(steps) >= steps_to_run
-                is_slower = not has_run_steps and self._is_slower_than_best(steps[warmup:])
-                is_too_long = not has_run_steps and self._is_too_long(steps, elapsed)
-                if has_run_steps or is_slower or is_too_long:
+                if why := self._why_stop(steps, warmup, steps_to_run, elapsed):
                     ended = running.stop()
                     break
         except BaseException:
@@ -115,22 +113,27 @@ class _Monitor:
         steps = progress()
         # The trial may also have finished its steps, and ended by itself, after the last poll.
         has_ended = steps_to_run is not None and len(steps) >= steps_to_run and ended.ended_by in ENDED_AFTER_STEPS
-        if is_too_long:
+        if why == TOO_LONG:
             ended = replace(ended, ended_by="timeout")
-        has_all_steps = has_run_steps or has_ended
-        trial = self._stopped_early() if is_slower else self._ended(ended, steps, has_all_steps=has_all_steps)
-        if steps_to_run and trial.state is TrialState.MEASURED and not has_run_steps:
-            trial = replace(trial, reason=self._end_remark(ended, len(steps), steps_to_run))
+        trial = self._stopped_early() if why == SLOWER else self._ended(ended, steps, why == STEPS or has_ended)
+        if why != STEPS:
+            trial = self._with_end_remark(trial, ended, len(steps), steps_to_run)
         if self.has_steps:
-            silent_s = time.monotonic() - start - last_step_at
-            if ended.ended_by == "timeout" and silent_s > max(HANG_STEPS * max(steps, default=math.inf), HANG_SECONDS):
-                trial = replace(trial, silent_s=silent_s, reason=self._hang_reason(steps))
+            trial = self._with_hang(trial, ended, steps, time.monotonic() - start - last_step_at)
             trial = self._with_fewer_steps(trial, steps)
         if trial.measurement:
             trial = replace(trial, measurement=with_readings(trial.measurement, readings, self.platform))
         else:
             trial = replace(trial, telemetry=readings.summary())
         return replace(trial, duration_s=ended.duration_s, warm=ended.warm)
+
+    def _why_stop(self, steps: Sequence[float], warmup: int, steps_to_run: int | None, elapsed: float) -> str:
+        """Return why a trial is stopped: STEPS, SLOWER or TOO_LONG. Empty if it runs on."""
+        if steps_to_run is not None and len(steps) >= steps_to_run:
+            return STEPS
+        if self._is_slower_than_best(steps[warmup:]):
+            return SLOWER
+        return TOO_LONG if self._is_too_long(steps, elapsed) else ""
 
     def _steps_to_run(self, steps: Sequence[float], max_steps: int, elapsed: float) -> int:
         """Return the number of finished steps at which the trial is stopped.
@@ -187,7 +190,7 @@ class _Monitor:
         )
         return replace(self.trial, state=TrialState.STOPPED, reason=reason, measurement=partial)
 
-    def _ended(self, ended: Exit, steps: Sequence[float], *, has_all_steps: bool) -> Trial:
+    def _ended(self, ended: Exit, steps: Sequence[float], has_all_steps: bool) -> Trial:
         """Return the trial as measured if it ran long enough, or with the reason for its failure."""
         cut_off = ended.ended_by == "timeout" and not has_all_steps and self.has_steps and len(steps) >= MIN_STEPS
         late = ended.ended_by == "timeout" and not self.has_steps  # a trial may have measured, and been slow to stop
@@ -233,14 +236,16 @@ class _Monitor:
             return replace(trial, state=TrialState.STOPPED, reason=reason)
         return replace(trial, state=TrialState.MEASURED)
 
-    def _end_remark(self, ended: Exit, steps: int, steps_to_run: int) -> str | None:
-        """Return a remark if a measured trial ended too early, or failed after its steps. Otherwise, return None."""
+    def _with_end_remark(self, trial: Trial, ended: Exit, steps: int, steps_to_run: int | None) -> Trial:
+        """Return `trial` with a remark if it was measured, but ended too early, or failed after its steps."""
+        if not steps_to_run or trial.state is not TrialState.MEASURED:
+            return trial
         if steps < steps_to_run:
-            return f"it ended after {steps} of {steps_to_run} steps"
+            return replace(trial, reason=f"it ended after {steps} of {steps_to_run} steps")
         if ended.code == 0 and ended.ended_by is None:
-            return None
-        reason = self._failure(ended)[1]
-        return f"it failed after all its steps were measured: {reason}"[:LONGEST_REASON]
+            return replace(trial, reason=None)
+        reason = f"it failed after all its steps were measured: {self._failure(ended)[1]}"
+        return replace(trial, reason=reason[:LONGEST_REASON])
 
     def _with_fewer_steps(self, outcome: Trial, steps: Sequence[float]) -> Trial:
         """Return `outcome` with the information from the steps, if they are fewer than planned.
@@ -275,10 +280,14 @@ class _Monitor:
         line = f"{self._few_steps(len(steps), steps[0])}; there is no time for a second one"
         return f"{line}: {limit.seconds:.0f} s ({limit.because})"[:LONGEST_REASON]
 
-    def _hang_reason(self, steps: Sequence[float]) -> str:
+    def _with_hang(self, trial: Trial, ended: Exit, steps: Sequence[float], silent_s: float) -> Trial:
+        """Return `trial` with the reason that it hung, if its time is over long after its last step."""
+        if ended.ended_by != "timeout" or silent_s <= max(HANG_STEPS * max(steps, default=math.inf), HANG_SECONDS):
+            return trial
         limit = self.trial.time_limit
         line = f"{self._few_steps(len(steps), max(steps))}; the next one did not end"
-        return f"{line} within {limit.seconds:.0f} s ({limit.because})"[:LONGEST_REASON] if limit else line
+        reason = f"{line} within {limit.seconds:.0f} s ({limit.because})"[:LONGEST_REASON] if limit else line
+        return replace(trial, silent_s=silent_s, reason=reason)
 
     def _few_steps(self, count: int, step_s: float) -> str:
         """Return a phrase with the number of finished steps `count`, and their measured and predicted time."""

@@ -3,6 +3,7 @@ processor reports."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -69,24 +70,17 @@ class Processor:
     @classmethod
     def read(cls, root: Path = Path("/")) -> Processor | None:
         """Return the first processor of /proc/cpuinfo, or None if no instruction sets are listed."""
-        try:
-            blocks = (root / "proc/cpuinfo").read_text().strip().split("\n\n")
-        except OSError:
-            return None
+        blocks = host.text_of(root / "proc/cpuinfo").split("\n\n")
         entries = [dict(_pair(line) for line in block.splitlines() if ":" in line) for block in blocks]
         entries = [entry for entry in entries if "processor" in entry]  # on ARM the last block describes the board
-        flags = frozenset((entries[0].get("flags") or entries[0].get("Features") or "").split()) if entries else ()
+        first = entries[0] if entries else {}
+        flags = frozenset((first.get("flags") or first.get("Features") or "").split())
         if not flags:
             return None
-        first = entries[0]
-        family, model = (int(first.get(key, "0")) for key in ("cpu family", "model"))
-        width = 512
-        if first.get("vendor_id") == "AuthenticAMD":
-            width = 128 if family == ZEN_1 and model <= LAST_ZEN_1 else 256 if family <= ZEN_4 else 512
         arm = " ".join(["ARM", first.get("CPU implementer", ""), first.get("CPU part", "")])
         places = {(entry.get("physical id"), entry.get("core id", str(row))) for row, entry in enumerate(entries)}
         name = first.get("model name", arm)
-        return cls(name, frozenset(flags), *_clock(first, root), width, len(entries) / len(places))
+        return cls(name, flags, *_clock(first, root), _width(first), len(entries) / len(places))
 
     @property
     def identity(self) -> str:
@@ -194,6 +188,14 @@ def _clock(first: dict[str, str], root: Path) -> tuple[float, str]:
         return float(first["cpu MHz"]) * 1e6 * BOOST, f"reported clock x {BOOST} for boost"
     except (KeyError, ValueError):
         return USUAL_HERTZ, "assumed"
+
+
+def _width(first: Mapping[str, str]) -> int:
+    """Return the number of bits of the vector units if they are narrower than the instructions, else 512."""
+    if first.get("vendor_id") != "AuthenticAMD":
+        return 512
+    family, model = (int(first.get(key, "0")) for key in ("cpu family", "model"))
+    return 128 if family == ZEN_1 and model <= LAST_ZEN_1 else 256 if family <= ZEN_4 else 512
 
 
 def _pair(line: str) -> tuple[str, str]:

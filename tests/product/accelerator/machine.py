@@ -1,7 +1,7 @@
 """A machine with simulated accelerators of a made-up vendor, on which the trial program takes the path of a device.
 
 `stack/` is the vendor's software: `torch_simu` registers the device `simu` with torch, as torch_musa and torch_npu do
-(PrivateUse1), and `simu_patch` redirects Megatron's calls of torch.cuda, as musa_patch does. `plugin/` has what the
+(PrivateUse1), and `simu_patch` redirects Megatron's calls of torch.cuda, as musa_patch does. `plugin.txt` has what the
 vendor changes in the files of `flag plugins new`, and `simu_smi.py` is the management tool.
 
 What it shows: flagcore's calls of a device's torch module, the import and the order of the vendor's modules, the
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_testing.package import joined_texts
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -82,8 +83,10 @@ class Machine:
         """Write the vendor's plugin as the tutorial does, and install it. Return its folder."""
         self.flag("plugins", "new", *SCAFFOLD)
         project = self.folder / "flagcore-simu"
-        shutil.copytree(HERE / "plugin", project, dirs_exist_ok=True)
-        (project / "tests" / "smi" / "simu-smi-1.txt").write_text(self.run("simu-smi").stdout)
+        changes = joined_texts((HERE / "plugin.txt").read_text())
+        for name, text in {**changes, "tests/smi/simu-smi-1.txt": self.run("simu-smi").stdout}.items():
+            (project / name).parent.mkdir(parents=True, exist_ok=True)
+            (project / name).write_text(text)
         (site / "flagcore_simu").symlink_to(project / "flagcore_simu")
         info = site / "flagcore_simu-0.1.0.dist-info"
         info.mkdir()

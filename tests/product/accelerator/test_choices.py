@@ -1,6 +1,8 @@
-"""Choices that are measured on a vendor's device: the planted optimum of its collective and of its operator library."""
+"""Choices that are measured on a vendor's device: the planted optimum of its collective and of its operator library.
+The devices of a vendor that no plugin of this repository knows, as its tool lists them."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from extras.operators.tests.test_libraries import install
 from extras.operators.tests.test_libraries import spec as operators_spec
 from tests.product.accelerator.machine import Machine
 
-pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]  # also builds the device
+pytestmark = pytest.mark.slow
 
 MODEL = {"num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4, "vocab_size": 1024}
 STEP = r"step (?P<step>\d+) took (?P<ms>[\d.]+) ms"
@@ -60,6 +62,8 @@ def compared(machine: Machine, *options: str) -> dict[str, Any]:
     return {row["setting"]: row for row in rows}
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_the_planted_optimum_is_found_and_confirmed(built: Machine) -> None:
     (built.folder / "exchange.py").write_text(PROGRAM)
     (built.folder / "exchange.yaml").write_text(yaml.safe_dump(spec(built.folder)))
@@ -90,6 +94,8 @@ def test_the_planted_optimum_is_found_and_confirmed(built: Machine) -> None:
     built.flag("tune", "exchange.yaml", "--run-dir", "own", *space, status=2, SIMUCCL_CHANNELS="8")
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_the_planted_optimum_is_found_on_the_device(built: Machine) -> None:
     site = built.folder / "operators"
     install(site)
@@ -106,3 +112,19 @@ def test_the_planted_optimum_is_found_on_the_device(built: Machine) -> None:
     result = json.loads((built.folder / "planted" / "result.json").read_text())
     assert (result["chip"], len(result["trials"])) == ("S1", 2)
     assert result["best"]["candidate"]["planted_operators"] == "calibrated"
+
+
+@pytest.mark.together("training")
+def test_a_variable_selects_the_devices_and_their_order(simulated: Machine) -> None:
+    listed = simulated.flag("devices", "--json", "--no-plugin", "cpu", SIMU_VISIBLE_DEVICES="3,1").stdout
+    assert [(each["index"], each["chip"], each["plugin"]) for each in json.loads(listed)] == [
+        (3, "S1", "simu"),
+        (1, "S1", "simu"),
+    ]
+
+
+@pytest.mark.together("training")
+@pytest.mark.long
+def test_the_plugin_passes_the_kit(simulated: Machine) -> None:
+    report = simulated.flag("plugins", "check", "flagcore-simu").stdout
+    assert re.match(r"simu 0\.1\.0: \d{2,} passed, 0 failed", report)

@@ -16,7 +16,7 @@ from flagcore.errors import RunError, UsageError
 from flagcore.tuner.experience import Experience
 from tests.checks import given
 from tests.product.cli.conftest import Project
-from tests.product.cli.test_explain_serve import SPEC as SERVE_SPEC
+from tests.product.cli.test_explain import SPEC as SERVE_SPEC
 
 KNOBS = {
     **dict.fromkeys(("data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"), 1),

@@ -124,25 +124,30 @@ def _error(value: object, problem: str, fix: str) -> SpecError:
 
 
 def _process_count_problems(spec: Spec, command: UserCommand) -> Iterator[SpecError]:
-    nodes, devices = spec.cluster.nodes, spec.cluster.devices_per_node
-    if not command.launcher and not command.prefix and nodes * (devices or 1) > 1:
-        problem = f"starts one process, but the cluster has {nodes * (devices or 1)} devices"
+    devices = spec.cluster.nodes * (spec.cluster.devices_per_node or 1)
+    if not command.launcher and not command.prefix and devices > 1:
+        problem = f"starts one process, but the cluster has {devices} devices"
         yield _error(" ".join(command.program), problem, "start it with torchrun")
     for option in command.options:
         if not option.value and option.name not in (*TORCHRUN_SWITCHES, "master-port", "nproc-per-node"):
             fix = "write its value; a command of the script that prints it may not be run when the script is read"
             yield _error(option.words[0], "has no value", fix)
-    nnodes = command.option("nnodes")
+    if spec.cluster.nodes > 1 and not spec.on_each_host:
+        yield from _node_count_problems(spec.cluster.nodes, command)
+
+
+def _node_count_problems(nodes: int, command: UserCommand) -> Iterator[SpecError]:
+    """Yield the problems of a command that flagcore starts on one host, but that has to run on several `nodes`."""
     node_starters = {"srun", "mpirun", "mpiexec", "orterun", "jsrun", "aprun", "ssh"}
-    nodes = 1 if spec.on_each_host else nodes
-    if nodes > 1 and command.launcher and not node_starters & {Path(word).name for word in command.prefix}:
+    if command.launcher and node_starters.isdisjoint(Path(word).name for word in command.prefix):
         problem = f"starts the ranks of this node only, but cluster.nodes = {nodes}"
         fix = (
             "list the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm, or start it on all nodes, "
             "for example with srun"
         )
         yield _error(" ".join(command.launcher), problem, fix)
-    if nodes > 1 and nnodes and nnodes.value.isdecimal() and int(nnodes.value) != nodes:
+    nnodes = command.option("nnodes")
+    if nnodes and nnodes.value.isdecimal() and int(nnodes.value) != nodes:
         yield _error(" ".join(nnodes.words), f"contradicts cluster.nodes = {nodes}", "use the same number")
 
 
@@ -175,25 +180,30 @@ def command_warnings(spec: Spec) -> list[str]:
     if command is None:
         return []
     table = argument_table(spec, command)
+    effective = table.effective(command.arguments)
     flags_by_dest = {argument.dest: argument.flag for argument in table.parse(command.arguments)[0]}
-    lines = []
-    release, detected = spec.train.engine_version, detected_release(command, spec.envs)
-    is_found = Path(command.directory, command.file or "").is_file()
-    if release and detected and is_found and release_table(release).release != release_table(detected).release:
-        text = N_("train.engine_version is {release}, but {key} runs Megatron-LM {detected}")
-        lines.append(_(text, release=release, key=KEY, detected=detected))
-    for dest, value, other, consequence in _contradictions(spec, table.effective(command.arguments)):
+    lines = [*_release_warnings(spec, command)]
+    for dest, value, other, consequence in _contradictions(spec, effective):
         flag = flags_by_dest.get(dest, f"--{dest.replace('_', '-')}") if dest else _("no precision")
         shown_flag = f"{flag} {value}" if dest in flags_by_dest and value is not True else flag
         names = {"key": KEY, "flag": shown_flag, "other": other, "consequence": consequence}
         lines.append(_("{key} sets {flag}, the spec has {other}: {consequence}", **names))
-    for flag, needs in unmet_by_fsdp(spec, table.effective(command.arguments), command.environment):
+    for flag, needs in unmet_by_fsdp(spec, effective, command.environment):
         lines.append(_("{key} sets {flag}, which needs {needs}: trials cannot start", key=KEY, flag=flag, needs=needs))
     knob_flags = [f"--{each.name}" for knob in SPACE_KNOBS for each in knob.flags]
     if flags := [flag for flag in knob_flags if flag in flags_by_dest.values()]:
         names = {"key": KEY, "flags": ", ".join(flags)}
         lines.append(_("{key} sets {flags}: candidates replace them by their own values", **names))
     return lines
+
+
+def _release_warnings(spec: Spec, command: UserCommand) -> Iterator[str]:
+    """Yield a line if the program of a command imports another release than the spec names."""
+    release, detected = spec.train.engine_version, detected_release(command, spec.envs)
+    is_found = Path(command.directory, command.file or "").is_file()
+    if release and detected and is_found and release_table(release).release != release_table(detected).release:
+        text = N_("train.engine_version is {release}, but {key} runs Megatron-LM {detected}")
+        yield _(text, release=release, key=KEY, detected=detected)
 
 
 def _contradictions(spec: Spec, effective: Mapping[str, Any]) -> Iterator[tuple[str, object, object, str]]:

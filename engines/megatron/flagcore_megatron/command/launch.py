@@ -130,22 +130,24 @@ def _arguments(
 ) -> tuple[list[str], set[str]]:
     """Return the arguments of a candidate, and the argparse destinations of the user's arguments to replace."""
     train = replace(spec.train, engine_version=release_of(spec, command))
-    if mixed is not None:
-        settings = {name: value for name, value in train.settings.items() if name not in hetero.NOT_PASSED}
-        train = replace(train, settings=settings)
-        values = {name: value for name, value in values.items() if name not in hetero.NOT_PASSED}
-        values[SIZES["pp"]] = mixed.stages
-    table, words = argument_table(spec, command), flags(values, replace(spec, work=train), None)
     knobs = [*SPACE_KNOBS, *(BY_NAME[name] for name in train.settings)]
+    own: Sequence[str] = ()
     if mixed is not None:
-        knobs = [knob for knob in knobs if knob.name not in hetero.NOT_PASSED]
-        words += mixed.words
+        settings = {name: value for name, value in train.settings.items() if name not in NOT_PASSED}
+        train, values, own = replace(train, settings=settings), _values_of_job(values, mixed), hetero.REPLACED
+        knobs = [knob for knob in knobs if knob.name not in NOT_PASSED]
+    table, words = argument_table(spec, command), flags(values, replace(spec, work=train), None)
+    words += mixed.words if mixed is not None else ()
     if values.get("data_parallel_size") == 1 and not values.get(DIST_OPT):  # the user's flag has no effect, and stays
         knobs = [knob for knob in knobs if knob.name != DIST_OPT]
-    names = [name for knob in knobs for flag in knob.flags for name in (flag.name, flag.off) if name]
-    specs = [table.find(f"--{name}") for name in names] + [argument.spec for argument in table.parse(words)[0]]
-    specs += [table.find(flag) for flag in hetero.REPLACED] if mixed is not None else []
+    names = (f"--{name}" for knob in knobs for flag in knob.flags for name in (flag.name, flag.off) if name)
+    specs = [*map(table.find, (*names, *own)), *(argument.spec for argument in table.parse(words)[0])]
     return words, {spec.dest for spec in specs if spec}
+
+
+def _values_of_job(values: Mapping[str, KnobValue], mixed: Mixed) -> dict[str, KnobValue]:
+    """Return the knob values of a mixed job that are passed as arguments. FlagScale has others for each mesh."""
+    return {**{name: value for name, value in values.items() if name not in NOT_PASSED}, SIZES["pp"]: mixed.stages}
 
 
 def _launch(command: UserCommand, values: Mapping[str, KnobValue], folder: str, variables: Mapping[str, str]) -> Launch:
@@ -247,11 +249,8 @@ def reference_launch(task: Task, values: Mapping[str, KnobValue], folder: str, m
     argv += [*model_arguments(spec.model), *modules]
     argv += ["--max-position-embeddings", str(train.seq_length), *REFERENCE["precisions"][train.precision]]
     argv += ["--transformer-impl", train.implementation] if train.implementation else []
-    if mixed is None:
-        argv += flags(values, spec, None)
-    else:
-        values = {name: value for name, value in values.items() if name not in NOT_PASSED}
-        argv += [*flags({**values, SIZES["pp"]: mixed.stages}, spec, None), *mixed.words]
+    argv += flags(values if mixed is None else _values_of_job(values, mixed), spec, None)
+    argv += mixed.words if mixed is not None else ()
     return Launch(argv=tuple(argv), folder=folder, missing=REFERENCE["missing"], sample=tuple(REFERENCE["sample"]))
 
 

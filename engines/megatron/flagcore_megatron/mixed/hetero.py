@@ -80,19 +80,24 @@ def mixed(platform: Platform, values: Mapping[str, KnobValue], arguments: Sequen
     task = platform.task
     meshes = _meshes(task, values)
     stages = sum(mesh.sizes[4] for mesh in meshes)
-    types = dict(parse_flags(arguments)).get(TYPES.removeprefix("--"), [])
-    kinds = [group.kind for group in task.spec.cluster.groups] or types or [task.cluster.groups[0].chip.name]
     words = [ENABLE, MESH_FLAG, *(str(size) for mesh in meshes for size in mesh.sizes)]
-    words += [LAYERS, *map(str, _layers(platform, values, stages)), TYPES, *(kinds[mesh.group] for mesh in meshes)]
-    if len(set(kinds)) > 1 and (task.spec.cluster.hosts or not arguments):
-        words += [CURRENT_TYPE, KIND]
-    elif CURRENT_TYPE not in arguments:
-        words += [CURRENT_TYPE, kinds[0]]
+    words += [LAYERS, *map(str, _layers(platform, values, stages)), *_device_types(task, meshes, arguments)]
     ends = [mesh.sizes[3] for mesh in (meshes[0], meshes[-1])]
     if tied(task) and ends[0] != ends[1] and values.get("use_distributed_optimizer"):
         words += [] if SHARED_EMBEDDING in arguments else [SHARED_EMBEDDING]
     words += _recompute(task, values, meshes)
     return Mixed(words=tuple(words), stages=stages, groups=tuple(sorted({mesh.group for mesh in meshes})))
+
+
+def _device_types(task: Task, meshes: Sequence[Mesh], arguments: Sequence[str]) -> Iterator[str]:
+    """Yield the arguments for the type of the devices of each mesh, and of the host that runs the command."""
+    types = dict(parse_flags(arguments)).get(TYPES.removeprefix("--"), [])
+    kinds = [group.kind for group in task.spec.cluster.groups] or types or [task.cluster.groups[0].chip.name]
+    yield from (TYPES, *(kinds[mesh.group] for mesh in meshes))
+    if len(set(kinds)) > 1 and (task.spec.cluster.hosts or not arguments):
+        yield from (CURRENT_TYPE, KIND)
+    elif CURRENT_TYPE not in arguments:
+        yield from (CURRENT_TYPE, kinds[0])
 
 
 def _meshes(task: Task, values: Mapping[str, KnobValue]) -> list[Mesh]:

@@ -122,6 +122,12 @@ def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
                     meshes = zip(order, chosen, strict=True)
                     text = PIPELINE.join(each.text(place, names[group], words) for group, each in meshes)
                     scores[order][text] = min(scores[order].get(text, np.inf), score)
+    return _with_best_scores(scores)
+
+
+def _with_best_scores(scores: Mapping[tuple[int, ...], Mapping[str, float]]) -> tuple[str, ...]:
+    """Return the texts of meshes with the lowest scores, of all orders of node groups and of each. `scores`: by order,
+    those of each text."""
     texts: list[str] = []
     every = {text: score for of_order in scores.values() for text, score in of_order.items()}
     for by_text, most in ((every, PLANNED), *((of_order, PLANNED // len(scores)) for of_order in scores.values())):

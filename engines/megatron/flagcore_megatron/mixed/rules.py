@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
+from flagcore_training.rules import RuleTable
 
 from flagcore.domain.space import BoolArray, Columns, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.i18n import N_, Message
 from flagcore_megatron.space.meshes import CP, DP, EP, MBS, MESHES, MICROBATCHES, OWN, PP, SIZES, SP, SPLIT, TP, Meshes
 from flagcore_megatron.space.rules import DIST_OPT
 from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, Split
@@ -23,6 +23,7 @@ WHOLE_CLUSTER = ("world_size", "stages_in_one_group", "expert_world_size", "virt
 """Names of the rules about sizes on the whole cluster, which do not apply to a single mesh."""
 OF_BATCH = "global_batch_size"
 """The rule about the global batch size, which does not apply to replicas, because they have shares of the batch."""
+rule = RuleTable(__package__, {"MESHES": MESHES, "mbs": MBS, "sp": SP, "virtual": LAYERS_PER_VIRTUAL})
 
 
 def with_meshes(task: Task, rules: Sequence[Rule]) -> tuple[Rule, ...]:
@@ -68,52 +69,23 @@ def _of_texts(task: Task, table: Meshes) -> Iterator[Rule]:
     several, multiple = last > 0, (ends[DP][0] % ends[DP][1] == 0) | (ends[DP][1] % ends[DP][0] == 0)
     differ = {knob: (has_mesh & (size[knob] != size[knob][:, :1])).any(axis=1) for knob in (TP, PP, CP)}
     has_experts, has_microbatches = (size[EP] > 1).any(axis=1), has_mesh & (table.codes[MICROBATCHES] > 0)
-    checks = {
-        "mesh_devices": (
-            N_("the TP x CP x DP x PP of a chip's meshes must be its number of devices, {chips}"),
-            ((used != 0) & (used != devices[:, None])).any(axis=0),
-        ),
-        "mesh_stages": (
-            N_("the sum of the PP of all meshes must be at most num_layers = {layers}"),
-            table.lengths > model.num_layers,
-        ),
-        "mesh_context_parallel": (N_("all meshes need the same CP"), differ[CP]),
-        "mesh_experts": (
-            N_("the EP of the meshes must be 1 on all of them, or on none"),
-            several & ((size[EP] == 1) & has_mesh).any(axis=1) & has_experts,
-        ),
-        "mesh_expert_world_size": (
-            N_("EP x expert tensor parallel size (default: TP) must divide TP x CP x DP of a mesh"),
-            ((stage % expert_ranks != 0) & has_mesh).any(axis=1) & (model.experts > 0),
-        ),
-        "mesh_embedding": (
-            N_(
-                "tied embeddings and multi-token prediction need the same TP on the first and the last mesh, and a DP "
-                "of one that is a multiple of the other's"
-            ),
-            several & ~splits_data & tied(task) & ((ends[TP][0] != ends[TP][1]) | ~multiple),
-        ),
-        "replicas_shape": (
-            N_("meshes that split the data need the same TP and PP, to reduce their gradients"),
-            splits_data & (differ[TP] | differ[PP]),
-        ),
-        "replicas_context": (
-            N_("meshes that split the data have CP 1 or PP 1"),
-            splits_data & (size[CP][:, 0] > 1) & (size[PP][:, 0] > 1),
-        ),
-        "replicas_experts": (N_("meshes that split the data need EP 1"), splits_data & has_experts),
-        "replicas_mtp": (
-            N_("meshes that split the data exclude multi-token prediction, whose loss Megatron weights per replica"),
-            splits_data & (model.mtp_num_layers > 0),
-        ),
+    broken = {
+        "mesh_devices": ((used != 0) & (used != devices[:, None])).any(axis=0),
+        "mesh_stages": table.lengths > model.num_layers,
+        "mesh_context_parallel": differ[CP],
+        "mesh_experts": several & ((size[EP] == 1) & has_mesh).any(axis=1) & has_experts,
+        "mesh_expert_world_size": ((stage % expert_ranks != 0) & has_mesh).any(axis=1) & (model.experts > 0),
+        "mesh_embedding": several & ~splits_data & tied(task) & ((ends[TP][0] != ends[TP][1]) | ~multiple),
+        "replicas_shape": splits_data & (differ[TP] | differ[PP]),
+        "replicas_context": splits_data & (size[CP][:, 0] > 1) & (size[PP][:, 0] > 1),
+        "replicas_experts": splits_data & has_experts,
+        "replicas_mtp": splits_data & (model.mtp_num_layers > 0),
         "replicas_microbatches": (
-            N_("meshes that split the data have x on all of them, or on none"),
-            splits_data & has_microbatches.any(axis=1) & (has_mesh & ~has_microbatches).any(axis=1),
+            splits_data & has_microbatches.any(axis=1) & (has_mesh & ~has_microbatches).any(axis=1)
         ),
     }
-    names = {"chips": task.cluster.chips, "layers": model.num_layers}
-    for name, (message, broken) in checks.items():
-        yield Rule(name=name, knobs=(MESHES,), message=Message(message, **names), broken=_looked_up(broken))
+    for name, rows in broken.items():
+        yield rule(name, _looked_up(rows), chips=task.cluster.chips, layers=model.num_layers)
 
 
 def tied(task: Task) -> bool:
@@ -137,34 +109,14 @@ def _of_knobs(task: Task, table: Meshes) -> Iterator[Rule]:
         wrong: BoolArray = (samples.sum(axis=1) != batch) | (has_mesh[code] & (counts < 1)).any(axis=1)
         return wrong & splits_data[code]
 
-    checks: dict[str, tuple[str, str, Callable[[Columns], BoolArray]]] = {
-        "mesh_batch": (
-            MBS,
-            N_("{mbs} x DP of the first mesh must be a multiple of the DP of each mesh"),
-            lambda c: (
-                ((c[MBS] * data[c[MESHES], 0])[:, None] % data[c[MESHES]] != 0).any(axis=1) & ~splits_data[c[MESHES]]
-            ),
-        ),
-        "mesh_sequence_parallel": (
-            SP,
-            N_("a mesh with TP > 1 beside another mesh needs {sp}, because messages between meshes are split"),
-            lambda c: (c[SP] == 0) & needs_split[c[MESHES]],
-        ),
-        "mesh_virtual": (
-            LAYERS_PER_VIRTUAL,
-            N_("meshes exclude virtual pipeline stages"),
-            lambda c: (c[LAYERS_PER_VIRTUAL] > 0) & (c[MESHES] > 0),
-        ),
-        "replicas_batch": (
-            MBS,
-            N_("the sum of DP x mbs x number of micro-batches (x) of all meshes must be the batch, {batch}"),
-            wrong_batch,
-        ),
-    }
-    for name, (knob, message, broken) in checks.items():
-        yield Rule(
-            name=name, knobs=(MESHES, knob), message=Message(message, mbs=MBS, sp=SP, batch=batch), broken=broken
-        )
+    def indivisible(columns: Columns) -> BoolArray:
+        ranks, is_apart = data[columns[MESHES]], splits_data[columns[MESHES]]
+        return np.asarray(((columns[MBS] * ranks[:, 0])[:, None] % ranks != 0).any(axis=1) & ~is_apart)
+
+    yield rule("mesh_batch", indivisible)
+    yield rule("mesh_sequence_parallel", lambda c: (c[SP] == 0) & needs_split[c[MESHES]])
+    yield rule("mesh_virtual", lambda c: (c[LAYERS_PER_VIRTUAL] > 0) & (c[MESHES] > 0))
+    yield rule("replicas_batch", wrong_batch, batch=batch)
 
 
 def merges_with_meshes(task: Task, merges: Sequence[Merge]) -> tuple[Merge, ...]:

@@ -1,7 +1,7 @@
 """Converts settings, precision and implementation to the options of the memory and time formulas."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from flagcore_models.layers import latent_layers
@@ -25,6 +25,7 @@ NARROW = {"mxfp8": 33 / 64}
 """Bytes of formats in which experts exchange tokens, with a scale per 32 elements, relative to 16 bits."""
 TRIAL, COMMAND = "trial", "command"
 IMAGES = "images_per_sequence"
+AWARE_OPTIMIZER, SHARED_OVERLAP = "use_precision_aware_optimizer", "moe_shared_expert_overlap"
 LOSS_FUSION = "cross_entropy_loss_fusion"
 MTP_LAYOUTS_SINCE, EARLY_MTP_SINCE = ">=0.14", ">=0.16"
 """Releases whose layouts may contain multi-token prediction: at all, and on a stage before the loss.
@@ -202,12 +203,9 @@ def check(task: Task, settings: Settings) -> None:
 
     Sources: megatron-core 0.16 to 0.20 `transformer_config.py`, `optimizer_config.py`; Megatron-LM `arguments.py`.
     """
-    modules, model, version = recompute_modules(settings), task.spec.model, release(task.spec)
     enabled = {key for key, value in settings.items() if value not in (False, "fp32", 0, "none")}
-    dispatcher = settings.get("moe_token_dispatcher_type")
-    aware_optimizer, shared_overlap = "use_precision_aware_optimizer", "moe_shared_expert_overlap"
-    required_settings = dict.fromkeys(TABLES["widths"].values(), aware_optimizer) | {
-        "optimizer_cpu_offload": aware_optimizer,
+    required_settings = dict.fromkeys(TABLES["widths"].values(), AWARE_OPTIMIZER) | {
+        "optimizer_cpu_offload": AWARE_OPTIMIZER,
         "delay_wgrad_compute": "overlap_moe_expert_parallel_comm",
         "offload_modules": "fine_grained_activation_offloading",
         "fine_grained_activation_offloading": "offload_modules",
@@ -222,14 +220,38 @@ def check(task: Task, settings: Settings) -> None:
     for key, other in required_settings.items():
         if key in enabled and other not in enabled:
             raise _refused(key, settings, f"needs {other}")
-    optimizer = str(settings.get("optimizer") or "adam")
-    refusals = {
+    for key, (is_wrong, problem) in _refusals(task, settings, enabled).items():
+        if is_wrong and key in enabled:
+            raise _refused(key, settings, problem)
+    _check_places(task, settings)
+
+
+def _check_places(task: Task, settings: Settings) -> None:
+    """Raise SpecError for more images than a sequence holds, and for stages that cannot have multi-token prediction."""
+    model = task.spec.model
+    if (seen := tower(model, settings)) and seen.images * seen.tokens > task.spec.train.seq_length:
+        raise _refused(IMAGES, settings, f"have {seen.tokens} tokens each, more than seq_length in a sequence")
+    if settings.get(LAYOUT) and model.mtp_num_layers:
+        *_, last = parse_layout(str(settings[LAYOUT]), model.num_layers, model.mtp_num_layers)
+        if not takes_layouts(task.spec) or (not last.mtp and not takes_early_mtp(task.spec)):
+            since, where = (MTP_LAYOUTS_SINCE, "") if last.mtp else (EARLY_MTP_SINCE, " before the loss")
+            raise _refused(LAYOUT, settings, f"has multi-token prediction{where}, which needs Megatron {since}")
+
+
+def _refusals(task: Task, settings: Settings, enabled: Set[str]) -> dict[str, tuple[bool, str]]:
+    """Return for settings whether Megatron refuses them beside the others, and why."""
+    modules, model, version = recompute_modules(settings), task.spec.model, release(task.spec)
+    dispatcher, optimizer = settings.get("moe_token_dispatcher_type"), str(settings.get("optimizer") or "adam")
+    possible_modules = {
+        "mla_up_proj": latent_layers(model),
+        "moe_act": "moe_grouped_gemm" in enabled,
+        "shared_experts": SHARED_OVERLAP not in enabled,
+    }
+    return {
         "moe_pad_expert_input_to_capacity": (dispatcher == "flex", "excludes moe_token_dispatcher_type: flex"),
-        shared_overlap: (dispatcher != "alltoall", "needs moe_token_dispatcher_type: alltoall"),
+        SHARED_OVERLAP: (dispatcher != "alltoall", "needs moe_token_dispatcher_type: alltoall"),
         "recompute_modules": (
-            ("mla_up_proj" in modules and not latent_layers(model))
-            or ("moe_act" in modules and "moe_grouped_gemm" not in enabled)
-            or ("shared_experts" in modules and shared_overlap in enabled),
+            not modules.isdisjoint(name for name, is_there in possible_modules.items() if not is_there),
             "need: mla_up_proj latent attention, moe_act moe_grouped_gemm, shared_experts no moe_shared_expert_overlap",
         ),
         "optimizer": (
@@ -237,7 +259,7 @@ def check(task: Task, settings: Settings) -> None:
             and (task.spec.train.precision == "fp16" or bool({"use_megatron_fsdp", "use_torch_fsdp2"} & enabled)),
             "excludes fp16, use_megatron_fsdp and use_torch_fsdp2",
         ),
-        aware_optimizer: (optimizer != "adam", "needs optimizer: adam"),
+        AWARE_OPTIMIZER: (optimizer != "adam", "needs optimizer: adam"),
         "overlap_moe_expert_parallel_comm": (
             "moe" in modules and in_versions(">=0.17", version),
             "excludes recompute_modules: moe",
@@ -270,16 +292,6 @@ def check(task: Task, settings: Settings) -> None:
             f"has bars, which exclude {FIRST} and {LAST}",
         ),
     }
-    for key, (is_wrong, problem) in refusals.items():
-        if is_wrong and key in enabled:
-            raise _refused(key, settings, problem)
-    if (seen := tower(model, settings)) and seen.images * seen.tokens > task.spec.train.seq_length:
-        raise _refused(IMAGES, settings, f"have {seen.tokens} tokens each, more than seq_length in a sequence")
-    if settings.get(LAYOUT) and model.mtp_num_layers:
-        *_, last = parse_layout(str(settings[LAYOUT]), model.num_layers, model.mtp_num_layers)
-        if not takes_layouts(task.spec) or (not last.mtp and not takes_early_mtp(task.spec)):
-            since, where = (MTP_LAYOUTS_SINCE, "") if last.mtp else (EARLY_MTP_SINCE, " before the loss")
-            raise _refused(LAYOUT, settings, f"has multi-token prediction{where}, which needs Megatron {since}")
 
 
 def _refused(key: str, settings: Settings, problem: str) -> SpecError:

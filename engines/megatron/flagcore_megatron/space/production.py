@@ -115,15 +115,21 @@ def as_in_production(platform: Platform) -> Platform:
     if not indexer_of(spec.model):
         recipe["dsa_kernel_backend"] = None
     for key, value in recipe.items():
-        if key in set_keys or key not in known or not value or _refuses(platform.value_rules, f"settings.{key}", value):
-            continue
-        if train.engine_version and release_problem(BY_NAME[key], value, train.engine_version):
+        if key not in known or key in set_keys or not _is_supported(platform, key, value):
             continue
         extended = replace(train, assumed={**train.assumed, key: value})
         with suppress(SpecError):
             check(task, settings_in_force(replace(spec, work=extended)))
             train = extended
     return replace(platform, task=replace(task, spec=replace(spec, work=train)))
+
+
+def _is_supported(platform: Platform, key: str, value: SettingValue) -> bool:
+    """Return whether the chip and the release support a setting of a recipe. None and false set nothing."""
+    if not value or _refuses(platform.value_rules, f"settings.{key}", value):
+        return False
+    release = platform.task.spec.train.engine_version
+    return not release or release_problem(BY_NAME[key], value, release) is None
 
 
 def without_command(spec: Spec) -> TrainSpec:

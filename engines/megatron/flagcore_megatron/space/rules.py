@@ -1,25 +1,27 @@
 """Megatron's rules for legal candidates, and merges of candidates that it treats as equal.
 
-Rules about a setting are named after it. Sources: megatron-core 0.16 to 0.20 `parallel_state.py`,
-`transformer_config.py`, `num_microbatches_calculator.py`, `pipeline_parallel/schedules.py`,
-`multi_token_prediction.py`, `distrib_optimizer.py`; Megatron-LM `arguments.py` of the same releases.
+The knobs and the messages of rules are in `rules.yaml`. Rules about a setting are named after it. Sources:
+megatron-core 0.16 to 0.20 `parallel_state.py`, `transformer_config.py`, `num_microbatches_calculator.py`,
+`pipeline_parallel/schedules.py`, `multi_token_prediction.py`, `distrib_optimizer.py`; Megatron-LM `arguments.py` of the
+same releases.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
 from flagcore_models.layers import latent_layers, other_mixers
+from flagcore_training.rules import RuleTable
 
-from flagcore.domain.space import BoolArray, Columns, Rule
+from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.i18n import N_, Message
+from flagcore.i18n import N_
 from flagcore_megatron.program.user_command import implementation_of_command
-from flagcore_megatron.space.knobs import FULL, SELECTIVE, UNIFORM
+from flagcore_megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM
 from flagcore_megatron.space.meshes import CP, DP, EP, MBS, PP, SP, TP
-from flagcore_megatron.space.options import is_hybrid, takes_layouts
-from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced
+from flagcore_megatron.space.options import is_hybrid, settings_in_force, takes_layouts
+from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced, derived
 from flagcore_megatron.space.stages import FIRST, LAST, LAYOUT, PATTERN, VIRTUAL_STAGES
 
 DIST_OPT = "use_distributed_optimizer"
@@ -32,31 +34,12 @@ UNPIPED_MTP_OVERLAP_SINCE = ">=0.18"
 """Releases that overlap the communication of experts with multi-token prediction also without a pipeline.
 
 The time and memory of that overlap are not modelled: such a candidate is predicted without it."""
-
-
-NAMES = {
-    "CP": CP,
-    "DIST_OPT": DIST_OPT,
-    "DP": DP,
-    "EP": EP,
-    "EXPERT_OVERLAP": EXPERT_OVERLAP,
-    "FIRST": FIRST,
-    "GRANULARITY": GRANULARITY,
-    "LAST": LAST,
-    "LAYERS_PER_VIRTUAL": LAYERS_PER_VIRTUAL,
-    "LAYOUT": LAYOUT,
-    "MBS": MBS,
-    "METHOD": METHOD,
-    "PATTERN": PATTERN,
-    "PP": PP,
-    "RECOMPUTE": RECOMPUTE,
-    "RECOMPUTE_LAYERS": RECOMPUTE_LAYERS,
-    "SP": SP,
-    "SPLIT": SPLIT,
-    "TP": TP,
-    "VIRTUAL_STAGES": VIRTUAL_STAGES,
-}
-"""The names of knobs in messages of rules, by their fields."""
+NAMES = {"CP": CP, "DP": DP, "EP": EP, "MBS": MBS, "PP": PP, "SP": SP, "TP": TP, "DIST_OPT": DIST_OPT}
+NAMES |= {"RECOMPUTE": RECOMPUTE, "GRANULARITY": GRANULARITY, "METHOD": METHOD, "RECOMPUTE_LAYERS": RECOMPUTE_LAYERS}
+NAMES |= {"EXPERT_OVERLAP": EXPERT_OVERLAP, "LAYERS_PER_VIRTUAL": LAYERS_PER_VIRTUAL, "VIRTUAL_STAGES": VIRTUAL_STAGES}
+NAMES |= {"SPLIT": SPLIT, "LAYOUT": LAYOUT, "PATTERN": PATTERN, "FIRST": FIRST, "LAST": LAST}
+"""The names of knobs in `rules.yaml`, by their fields."""
+rule = RuleTable(__package__, NAMES)
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
@@ -67,18 +50,8 @@ def rules(task: Task) -> tuple[Rule, ...]:
 
 def _batch_rules(task: Task) -> Iterator[Rule]:
     devices, batch = task.cluster.devices, task.spec.train.global_batch_size
-    yield Rule(
-        name="world_size",
-        knobs=(DP, TP, PP, CP),
-        message=Message("{DP} x {TP} x {PP} x {CP} must be the number of devices, {devices}", **NAMES, devices=devices),
-        broken=lambda c: c[DP] * c[TP] * c[PP] * c[CP] != devices,
-    )
-    yield Rule(
-        name="global_batch_size",
-        knobs=(DP, MBS),
-        message=Message("global_batch_size = {batch} must be a multiple of {MBS} x {DP}", **NAMES, batch=batch),
-        broken=lambda c: batch % (c[MBS] * c[DP]) != 0,
-    )
+    yield rule("world_size", lambda c: c[DP] * c[TP] * c[PP] * c[CP] != devices, devices=devices)
+    yield rule("global_batch_size", lambda c: batch % (c[MBS] * c[DP]) != 0, batch=batch)
 
 
 def _width_rules(task: Task) -> Iterator[Rule]:
@@ -89,82 +62,22 @@ def _width_rules(task: Task) -> Iterator[Rule]:
         widths.append(model.ffn_hidden_size)
     expert_width, split = model.moe_ffn_hidden_size or 0, Split.from_task(task)
     keys_values = 2 * groups * model.kv_channels
-    yield Rule(
-        name="attention_heads",
-        knobs=(TP,),
-        message=Message("{TP} must divide num_attention_heads = {heads}", **NAMES, heads=heads),
-        broken=lambda c: heads % c[TP] != 0,
-    )
-    yield Rule(
-        name="query_groups",
-        knobs=(TP,),
-        message=Message("num_query_groups = {groups} must be a multiple or a divisor of {TP}", **NAMES, groups=groups),
-        broken=lambda c: (groups % c[TP] != 0) & (c[TP] % groups != 0),
-    )
-    yield Rule(
-        name="qkv_width",
-        knobs=(TP,),
-        message=Message(
-            "{TP} must divide the width of keys and values, {keys_values}", **NAMES, keys_values=keys_values
-        ),
-        broken=lambda c: (keys_values % c[TP] != 0) & (not latent_layers(model)),
-    )
-    yield Rule(
-        name="ffn_width",
-        knobs=(TP,),
-        message=Message("{TP} must divide the width of the feed-forward layers, {width}", **NAMES, width=max(widths)),
-        broken=lambda c: np.logical_or.reduce([width % c[TP] != 0 for width in widths]),
-    )
+    yield rule("attention_heads", lambda c: heads % c[TP] != 0, heads=heads)
+    yield rule("query_groups", lambda c: (groups % c[TP] != 0) & (c[TP] % groups != 0), groups=groups)
+    yield rule("qkv_width", lambda c: (keys_values % c[TP] != 0) & (not latent_layers(model)), keys_values=keys_values)
+    yield rule("ffn_width", lambda c: np.logical_or.reduce([width % c[TP] != 0 for width in widths]), width=max(widths))
     mixer_heads = math.gcd(*(mixer.heads for mixer in other_mixers(model)))
-    yield Rule(
-        name="mixer_heads",
-        knobs=(TP, CP),
-        message=Message(
-            "{TP} x {CP} must divide the heads or groups of mixers, {mixer_heads}", **NAMES, mixer_heads=mixer_heads
-        ),
-        broken=lambda c: mixer_heads % (c[TP] * c[CP]) != 0,
-    )
-    yield Rule(
-        name="expert_width",
-        knobs=(TP,),
-        message=Message(
-            "the expert tensor parallel size (default: {TP}) must divide moe_ffn_hidden_size = {expert_width}",
-            **NAMES,
-            expert_width=expert_width,
-        ),
-        broken=lambda c: expert_width % split.expert_tensor_size(c) != 0,
-    )
+    yield rule("mixer_heads", lambda c: mixer_heads % (c[TP] * c[CP]) != 0, mixer_heads=mixer_heads)
+    yield rule("expert_width", lambda c: expert_width % split.expert_tensor_size(c) != 0, expert_width=expert_width)
 
 
 def _length_rules(task: Task) -> Iterator[Rule]:
     length, experts = task.spec.train.seq_length, task.spec.model.experts
     is_local = task.spec.train.command is not None and implementation_of_command(task.spec) == "local"
-    yield Rule(
-        name="context_parallel_implementation",
-        knobs=(CP,),
-        message=Message(
-            "{CP} > 1 needs the attention of transformer-engine; train.command sets --transformer-impl local", **NAMES
-        ),
-        broken=lambda c: (c[CP] > 1) & is_local,
-    )
-    yield Rule(
-        name="context_length",
-        knobs=(CP,),
-        message=Message("seq_length = {length} must be a multiple of 2 x {CP} when {CP} > 1", **NAMES, length=length),
-        broken=lambda c: (c[CP] > 1) & (length % (2 * c[CP]) != 0),
-    )
-    yield Rule(
-        name="sequence_length",
-        knobs=(TP, CP, SP),
-        message=Message("seq_length = {length} must be a multiple of {TP} x {CP} with {SP}", **NAMES, length=length),
-        broken=lambda c: (c[SP] == 1) & (length % (c[TP] * c[CP]) != 0),
-    )
-    yield Rule(
-        name="moe_sequence_parallel",
-        knobs=(TP, SP),
-        message=Message("a mixture of experts with {TP} > 1 trains only with {SP}", **NAMES),
-        broken=lambda c: (c[TP] > 1) & (c[SP] == 0) & (experts > 0),
-    )
+    yield rule("context_parallel_implementation", lambda c: (c[CP] > 1) & is_local)
+    yield rule("context_length", lambda c: (c[CP] > 1) & (length % (2 * c[CP]) != 0), length=length)
+    yield rule("sequence_length", lambda c: (c[SP] == 1) & (length % (c[TP] * c[CP]) != 0), length=length)
+    yield rule("moe_sequence_parallel", lambda c: (c[TP] > 1) & (c[SP] == 0) & (experts > 0))
 
 
 def _node_group_rules(task: Task) -> Iterator[Rule]:
@@ -174,19 +87,11 @@ def _node_group_rules(task: Task) -> Iterator[Rule]:
         return
     boundaries, devices = list(accumulate(group.devices for group in cluster.groups))[:-1], cluster.devices
     smallest_factor = math.lcm(*(devices // math.gcd(edge, devices) for edge in boundaries))
-    yield Rule(
-        name="stages_in_one_group",
-        knobs=(PP,),
-        message=(
-            Message(
-                "{PP} must be a multiple of {smallest_factor}, so that no stage has devices of two node "
-                "groups, {chips}: a stage runs on one chip model",
-                **NAMES,
-                smallest_factor=smallest_factor,
-                chips=cluster.chips,
-            )
-        ),
-        broken=lambda c: c[PP] % smallest_factor != 0,
+    yield rule(
+        "stages_in_one_group",
+        lambda c: c[PP] % smallest_factor != 0,
+        smallest_factor=smallest_factor,
+        chips=cluster.chips,
     )
 
 
@@ -197,119 +102,52 @@ def _pipeline_rules(task: Task) -> Iterator[Rule]:
         return (split.virtual(c) > 1) | (c[LAYERS_PER_VIRTUAL] > 0)
 
     whole = is_hybrid(task.spec.model) and not takes_layouts(task.spec)
-    yield Rule(name="pipeline_stages", knobs=(PP, SPLIT), message=_split_message(split), broken=split.uneven)
-    yield Rule(
-        name="hybrid_stages",
-        knobs=(PP, LAYERS_PER_VIRTUAL),
-        message=Message(
-            "a hybrid model has {LAYERS_PER_VIRTUAL} from Megatron 0.17 on, where bars split its pattern", **NAMES
-        ),
-        broken=lambda c: whole & (c[PP] > 1) & (c[LAYERS_PER_VIRTUAL] > 0),
-    )
-    yield Rule(
-        name="virtual_needs_pipeline",
-        knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL),
-        message=Message("virtual pipeline stages need {PP} > 1", **NAMES),
-        broken=lambda c: interleaved(c) & (c[PP] == 1),
-    )
-    yield Rule(
-        name="virtual_stages",
-        knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL),
-        message=Message(
-            "{PP} x {VIRTUAL_STAGES} must be the {count} parts of {PATTERN} between its bars",
-            **NAMES,
-            count=len(split.layout_layers),
-        )
-        if split.has_bars
-        else Message("{LAYERS_PER_VIRTUAL} (or {VIRTUAL_STAGES}) must divide num_layers / {PP}", **NAMES),
-        broken=split.ragged,
-    )
-    yield Rule(
-        name="interleaved_microbatches",
-        knobs=(DP, MBS, PP, SPLIT, LAYERS_PER_VIRTUAL),
-        message=Message("with virtual stages the number of micro-batches must be a multiple of {PP}", **NAMES),
-        broken=lambda c: interleaved(c) & ((batch // np.maximum(c[MBS] * c[DP], 1)) % c[PP] != 0),
+    numbers = {"stages": len(split.layout_layers), "layers": split.layers, "extra": split.counted - split.layers}
+    yield rule("pipeline_stages", split.uneven, _split_message(split), **numbers)
+    yield rule("hybrid_stages", lambda c: whole & (c[PP] > 1) & (c[LAYERS_PER_VIRTUAL] > 0))
+    yield rule("virtual_needs_pipeline", lambda c: interleaved(c) & (c[PP] == 1))
+    bars = N_("{PP} x {VIRTUAL_STAGES} must be the {count} parts of {PATTERN} between its bars")
+    yield rule("virtual_stages", split.ragged, bars if split.has_bars else "", count=len(split.layout_layers))
+    yield rule(
+        "interleaved_microbatches", lambda c: interleaved(c) & ((batch // np.maximum(c[MBS] * c[DP], 1)) % c[PP] != 0)
     )
 
 
 def _expert_rules(task: Task) -> Iterator[Rule]:
     experts, devices, split = task.spec.model.experts, task.cluster.devices, Split.from_task(task)
-    yield Rule(
-        name="experts_exist",
-        knobs=(EP,),
-        message=Message("{EP} > 1 needs a model with experts", **NAMES),
-        broken=lambda c: (c[EP] > 1) & (experts == 0),
-    )
-    yield Rule(
-        name="experts_divide",
-        knobs=(EP,),
-        message=Message("{EP} must divide num_moe_experts = {experts}", **NAMES, experts=experts),
-        broken=lambda c: experts % c[EP] != 0,
-    )
-    yield Rule(
-        name="expert_world_size",
-        knobs=(TP, PP, EP),
-        message=Message(
-            "{EP} x expert tensor parallel size (default: {TP}) x {PP} must divide the {devices} devices",
-            **NAMES,
-            devices=devices,
-        ),
-        broken=lambda c: (devices % (split.expert_tensor_size(c) * c[EP] * c[PP]) != 0) & (experts > 0),
+    yield rule("experts_exist", lambda c: (c[EP] > 1) & (experts == 0))
+    yield rule("experts_divide", lambda c: experts % c[EP] != 0, experts=experts)
+    yield rule(
+        "expert_world_size",
+        lambda c: (devices % (split.expert_tensor_size(c) * c[EP] * c[PP]) != 0) & (experts > 0),
+        devices=devices,
     )
 
 
 def _split_message(split: Split) -> str:
+    """Return the message of the rule `pipeline_stages`, or an empty text for the usual one."""
+    if split.has_bars:
+        return N_("{PP} must divide the {stages} parts of {PATTERN} between its bars, which {SPLIT}: balanced moves")
     if split.layout_layers:
-        stages = len(split.layout_layers)
-        if split.has_bars:
-            text = N_(
-                "{PP} must divide the {stages} parts of {PATTERN} between its bars, which {SPLIT}: balanced moves"
-            )
-            return Message(text, **NAMES, stages=stages)
-        return Message(
-            "{PP} must divide the {stages} stages of the layout, with multi-token prediction at the end",
-            **NAMES,
-            stages=stages,
-        )
-    text = N_(
-        "{PP} must divide num_layers = {layers}, or the layers that {FIRST} and {LAST} leave "
-        "(in train.settings, where {LAYOUT} sets any split)"
+        return N_("{PP} must divide the {stages} stages of the layout, with multi-token prediction at the end")
+    if split.counted == split.layers:
+        return ""
+    return N_(
+        "{PP} must divide num_layers = {layers} and {extra} for embedding and loss, or the layers that {FIRST} and "
+        "{LAST} leave (in train.settings, where {LAYOUT} sets any split)"
     )
-    if split.counted > split.layers:
-        text = N_(
-            "{PP} must divide num_layers = {layers} and {extra} for embedding and loss, or the layers that {FIRST} and "
-            "{LAST} leave (in train.settings, where {LAYOUT} sets any split)"
-        )
-    return Message(text, **NAMES, layers=split.layers, extra=split.counted - split.layers)
 
 
 def _recompute_rules(task: Task) -> Iterator[Rule]:
     split, depths = Split.from_task(task), task.spec.model.mtp_num_layers
-    yield Rule(
-        name="recompute_granularity",
-        knobs=(RECOMPUTE, GRANULARITY),
-        message=Message("{RECOMPUTE} needs {GRANULARITY}", **NAMES),
-        broken=lambda c: (c[RECOMPUTE] == 1) & (c[GRANULARITY] == 0),
+    yield rule("recompute_granularity", lambda c: (c[RECOMPUTE] == 1) & (c[GRANULARITY] == 0))
+    yield rule(
+        "selective_recompute", lambda c: recomputes(c, SELECTIVE) & ((c[METHOD] != 0) | (c[RECOMPUTE_LAYERS] != 0))
     )
-    yield Rule(
-        name="selective_recompute",
-        knobs=(RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
-        message=Message("selective recompute takes neither {METHOD} nor {RECOMPUTE_LAYERS}", **NAMES),
-        broken=lambda c: recomputes(c, SELECTIVE) & ((c[METHOD] != 0) | (c[RECOMPUTE_LAYERS] != 0)),
-    )
-    yield Rule(
-        name="recompute_method",
-        knobs=(RECOMPUTE, GRANULARITY, METHOD),
-        message=Message("full recompute needs {METHOD}", **NAMES),
-        broken=lambda c: recomputes(c, FULL) & (c[METHOD] == 0),
-    )
-    yield Rule(
-        name="uniform_recompute",
-        knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL, RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
-        message=Message(
-            "uniform recompute needs a {RECOMPUTE_LAYERS} that divides the layers of a (virtual) stage", **NAMES
-        ),
-        broken=lambda c: (
+    yield rule("recompute_method", lambda c: recomputes(c, FULL) & (c[METHOD] == 0))
+    yield rule(
+        "uniform_recompute",
+        lambda c: (
             recomputes(c, FULL)
             & (c[METHOD] == UNIFORM)
             & (c[RECOMPUTE_LAYERS] > 0)
@@ -320,19 +158,13 @@ def _recompute_rules(task: Task) -> Iterator[Rule]:
             )
         ),
     )
-    yield Rule(
-        name="multi_token_recompute",
-        knobs=(RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
-        message=Message("uniform recompute of multi-token prediction needs {RECOMPUTE_LAYERS} = 1", **NAMES),
-        broken=lambda c: recomputes(c, FULL) & (c[METHOD] == UNIFORM) & (c[RECOMPUTE_LAYERS] > 1) & (depths > 0),
+    yield rule(
+        "multi_token_recompute",
+        lambda c: recomputes(c, FULL) & (c[METHOD] == UNIFORM) & (c[RECOMPUTE_LAYERS] > 1) & (depths > 0),
     )
-    yield Rule(
-        name="recompute_num_layers",
-        knobs=(PP, SPLIT, RECOMPUTE, GRANULARITY, RECOMPUTE_LAYERS),
-        message=Message("full recompute needs {RECOMPUTE_LAYERS} from 1 to num_layers / {PP}", **NAMES),
-        broken=lambda c: (
-            recomputes(c, FULL) & ((c[RECOMPUTE_LAYERS] < 1) | (c[RECOMPUTE_LAYERS] > split.stage_layers(c)))
-        ),
+    yield rule(
+        "recompute_num_layers",
+        lambda c: recomputes(c, FULL) & ((c[RECOMPUTE_LAYERS] < 1) | (c[RECOMPUTE_LAYERS] > split.stage_layers(c))),
     )
 
 
@@ -340,3 +172,73 @@ def recomputes(c: Columns, granularity: int) -> BoolArray:
     """Return a mask of the candidates whose recompute has the `granularity` `SELECTIVE` or `FULL`."""
     result: BoolArray = (c[RECOMPUTE] == 1) & (c[GRANULARITY] == granularity)
     return result
+
+
+def merges(task: Task) -> tuple[Merge, ...]:
+    """Return merges of candidates that Megatron treats as equal: knobs without effect, and equivalent schedules."""
+    split, is_dense, can_derive = Split.from_task(task), not task.spec.model.experts, derived(task)
+    settings = settings_in_force(task.spec)
+    sharded = any(settings.get(name) for name in DIST_OPT_SETTINGS if name not in task.spec.train.assumed)
+
+    def virtual(c: Columns) -> dict[str, IntArray]:
+        is_derived, parts = balanced(c), split.virtual(c)
+        has_one_stage = (c[PP] == 1) | np.where(is_derived, parts == 1, c[LAYERS_PER_VIRTUAL] * c[PP] == split.counted)
+        per_virtual = c[LAYERS_PER_VIRTUAL]
+        per_virtual = np.where(is_derived & (per_virtual > 0), -(-split.layers // (c[PP] * parts)), per_virtual)
+        return {LAYERS_PER_VIRTUAL: np.where(has_one_stage, 0, per_virtual)}
+
+    return (
+        Merge(
+            name="sequence_parallel_without_tensor_parallel",
+            knobs=(TP, SP),
+            canonical=lambda c: {SP: np.where(c[TP] == 1, 0, c[SP])},
+        ),
+        Merge(
+            name="distributed_optimizer_of_one",
+            knobs=(DP, CP, DIST_OPT),
+            canonical=lambda c: {DIST_OPT: np.where((c[DP] * c[CP] == 1) & (not sharded), 0, c[DIST_OPT])},
+        ),
+        Merge(
+            name="experts_of_a_dense_model",
+            knobs=(EP,),
+            canonical=lambda c: {EP: np.ones_like(c[EP]) if is_dense else c[EP]},
+        ),
+        Merge(
+            name="nothing_to_balance",
+            knobs=(PP, SPLIT),
+            canonical=lambda c: {SPLIT: np.where(((c[PP] > 1) | split.has_bars) & can_derive, c[SPLIT], 0)},
+        ),
+        Merge(name="one_virtual_stage", knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL), canonical=virtual),
+        *_recompute_merges(split),
+    )
+
+
+def _recompute_merges(split: Split) -> Sequence[Merge]:
+    def recompute_layers(c: Columns) -> dict[str, IntArray]:
+        block, number = c[METHOD] == BLOCK, c[RECOMPUTE_LAYERS]
+        recomputes_all = block & (number >= split.chunk_layers(c)[0]) & (number <= split.stage_layers(c))
+        method, layers = np.where(recomputes_all, UNIFORM, c[METHOD]), np.where(recomputes_all, 1, number)
+        return {METHOD: method, RECOMPUTE_LAYERS: layers}
+
+    return (
+        Merge(
+            name="granularity_without_recompute",
+            knobs=(RECOMPUTE, GRANULARITY),
+            canonical=lambda c: {GRANULARITY: c[GRANULARITY] * c[RECOMPUTE]},
+        ),
+        Merge(
+            name="method_without_full_recompute",
+            knobs=(RECOMPUTE, GRANULARITY, METHOD),
+            canonical=lambda c: {METHOD: np.where(recomputes(c, FULL), c[METHOD], 0)},
+        ),
+        Merge(
+            name="number_without_full_recompute",
+            knobs=(RECOMPUTE, GRANULARITY, RECOMPUTE_LAYERS),
+            canonical=lambda c: {RECOMPUTE_LAYERS: np.where(recomputes(c, FULL), c[RECOMPUTE_LAYERS], 0)},
+        ),
+        Merge(
+            name="recompute_of_every_layer",
+            knobs=(PP, SPLIT, LAYERS_PER_VIRTUAL, METHOD, RECOMPUTE_LAYERS),
+            canonical=recompute_layers,
+        ),
+    )

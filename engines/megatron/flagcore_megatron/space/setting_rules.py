@@ -26,11 +26,10 @@ from flagcore_megatron.space.rules import (
     DIST_OPT,
     DIST_OPT_SETTINGS,
     EXPERT_OVERLAP,
-    GRANULARITY,
-    NAMES,
     RECOMPUTE,
     UNPIPED_MTP_OVERLAP_SINCE,
     recomputes,
+    rule,
 )
 from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT, Split
 
@@ -46,48 +45,13 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
     has_parts = graph(settings) == "layer"
 
     rules = (
-        *(
-            Rule(
-                name=name,
-                knobs=(DIST_OPT,),
-                message=Message("{name} needs {DIST_OPT}", **NAMES, name=name),
-                broken=lambda c: (c[DIST_OPT] == 0) & (not sharded),
-            )
-            for name in DIST_OPT_SETTINGS
-        ),
-        Rule(
-            name="use_torch_fsdp2",
-            knobs=(PP, EP, DIST_OPT),
-            message=Message("use_torch_fsdp2 needs {PP} = 1 and {EP} = 1, and excludes {DIST_OPT}", **NAMES),
-            broken=lambda c: (c[PP] > 1) | (c[EP] > 1) | (c[DIST_OPT] == 1),
-        ),
-        Rule(
-            name="optimizer",
-            knobs=(DIST_OPT,),
-            message=Message(
-                "optimizer: muon excludes {DIST_OPT} before Megatron {release}",
-                **NAMES,
-                release=MUON_SHARDED_SINCE.lstrip(">="),
-            ),
-            broken=lambda c: (c[DIST_OPT] == 1) & is_unsharded,
-        ),
-        Rule(
-            name="tp_comm_overlap",
-            knobs=(SP,),
-            message=Message("tp_comm_overlap needs {SP}", **NAMES),
-            broken=lambda c: c[SP] == 0,
-        ),
-        Rule(
-            name=EXPERT_OVERLAP,
-            knobs=(PP, SPLIT, EP, LAYERS_PER_VIRTUAL, RECOMPUTE, GRANULARITY),
-            message=Message(
-                "{EXPERT_OVERLAP} needs {EP} > 1, virtual stages where {PP} > 1, no full recompute, and no "
-                "pattern of layers; with multi-token prediction also mtp_num_layers: 1, and {PP} > 1 before "
-                "Megatron {release}",
-                **NAMES,
-                release=UNPIPED_MTP_OVERLAP_SINCE.lstrip(">="),
-            ),
-            broken=lambda c: (
+        *(rule(name, lambda c: (c[DIST_OPT] == 0) & (not sharded), name=name) for name in DIST_OPT_SETTINGS),
+        rule("use_torch_fsdp2", lambda c: (c[PP] > 1) | (c[EP] > 1) | (c[DIST_OPT] == 1)),
+        rule("optimizer", lambda c: (c[DIST_OPT] == 1) & is_unsharded, release=MUON_SHARDED_SINCE.lstrip(">=")),
+        rule("tp_comm_overlap", lambda c: c[SP] == 0),
+        rule(
+            EXPERT_OVERLAP,
+            lambda c: (
                 is_hybrid(task.spec.model)
                 | (c[EP] == 1)
                 | recomputes(c, FULL)
@@ -95,29 +59,15 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
                 | ((c[PP] == 1) & (piped_depths > 0))
                 | (depths > 1)
             ),
+            release=UNPIPED_MTP_OVERLAP_SINCE.lstrip(">="),
         ),
         *(
-            Rule(
-                name=name,
-                knobs=(RECOMPUTE, GRANULARITY),
-                message=Message("graphs of parts of an iteration (cuda_graph_impl) exclude full recompute"),
-                broken=lambda c: recomputes(c, FULL) & has_parts,
-            )
+            rule(name, lambda c: recomputes(c, FULL) & has_parts)
             for name in ("cuda_graph_impl", "cuda_graph_scope")
             if name == "cuda_graph_impl" or name in task.spec.train.assumed
         ),
-        Rule(
-            name="offload_stages",
-            knobs=(PP,),
-            message=Message("offload_stages must be below {PP}", **NAMES),
-            broken=lambda c: c[PP] <= max(offloaded, default=-1),
-        ),
-        Rule(
-            name="cpu_offloading_num_layers",
-            knobs=(PP, RECOMPUTE, GRANULARITY),
-            message=Message("cpu_offloading_num_layers needs {PP} = 1, and no recompute", **NAMES),
-            broken=lambda c: (c[PP] > 1) | (c[RECOMPUTE] > 0),
-        ),
+        rule("offload_stages", lambda c: c[PP] <= max(offloaded, default=-1)),
+        rule("cpu_offloading_num_layers", lambda c: (c[PP] > 1) | (c[RECOMPUTE] > 0)),
         _schedule_rule(settings.get("pipeline_schedule"), split, task.spec.train.global_batch_size),
         *_requirement_rules(task, settings),
     )

@@ -109,7 +109,7 @@ def transformer_config(job: TrialJob) -> Any:
             values["recompute_modules"] = list(candidate.recompute_modules)
     if model.experts:
         values.update(_expert_values(job))
-    if model.multi_latent_attention:
+    if model.kv_lora_rank:
         return build_config(MLATransformerConfig, values | _latent_attention_values(job))
     return build_config(TransformerConfig, values)
 
@@ -156,7 +156,7 @@ def _fusions(job: TrialJob) -> dict[str, bool]:
         return dict.fromkeys(_FUSIONS, False)
     return dict.fromkeys(_FUSIONS, True) | {
         "bias_activation_fusion": job.model.gated_linear_unit,  # the fused gelu requires a bias
-        "apply_rope_fusion": not job.model.multi_latent_attention,  # with latent attention, it requires YaRN
+        "apply_rope_fusion": not job.model.kv_lora_rank,  # with latent attention, it requires YaRN
         "gradient_accumulation_fusion": layers._grad_accum_fusion_available,  # true if APEX is installed
     }
 
@@ -204,7 +204,7 @@ def _expert_values(job: TrialJob) -> dict[str, Any]:
 
 def _latent_attention_values(job: TrialJob) -> dict[str, Any]:
     model = job.model
-    values = {"q_lora_rank": model.q_lora_rank, "multi_latent_attention": True, "rope_type": "rope"}
+    values = {"q_lora_rank": model.q_lora_rank, "rope_type": "rope"}
     for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
         if getattr(model, name) is not None:  # otherwise Megatron's default applies
             values[name] = getattr(model, name)

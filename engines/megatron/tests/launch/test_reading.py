@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from flagcore_megatron.engine import ENGINE
-from flagcore_megatron.reading import command_progress
+from flagcore_megatron.reading import MegatronLog
 from flagcore_training.reading import program_progress
 
 from flagcore.domain.space import KnobValue
@@ -130,7 +130,7 @@ def log(folder: Path, arguments: Mapping[str, str], milliseconds: tuple[float, .
 def test_a_users_command_is_measured_by_its_log(tmp_path: Path) -> None:
     log(tmp_path, {})
     assert ENGINE.read(COMMAND, ONE, str(tmp_path)).step_times_s == (0.2, 0.1)
-    assert command_progress(str(tmp_path))() == (0.9, 0.2, 0.1)
+    assert MegatronLog(str(tmp_path))() == (0.9, 0.2, 0.1)
 
 
 def test_the_steady_steps_of_a_warm_up_are_not_measured(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, name: str) -> 
     if name != "steps.jsonl":
         (tmp_path / "steps.jsonl").symlink_to("/dev/zero")  # nor does a device
     assert program_progress(str(tmp_path)) == ()
-    assert command_progress(str(tmp_path))() == ()
+    assert MegatronLog(str(tmp_path))() == ()
     refusal(tmp_path)
 
 

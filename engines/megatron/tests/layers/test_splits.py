@@ -1,4 +1,5 @@
-"""Derived splits of layers against all splits that there are, in time and under limits of memory."""
+"""Derived splits of layers against all splits that there are, in time and under limits of memory. Layouts of pipeline
+stages: Megatron's own grammar, and how published runs dealt out layers that do not divide."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,21 +13,30 @@ from flagcore_megatron.layers.fastest import fit_splits, layouts, split_layers
 from flagcore_megatron.predict import base_inputs, inputs
 from flagcore_megatron.space.options import options
 from flagcore_megatron.space.split import SPLIT
-from flagcore_megatron.space.stages import LAYOUT, chunk_layers, layout_text, may_start_empty, parse_layout
+from flagcore_megatron.space.stages import (
+    EMBEDDING,
+    LAYOUT,
+    LOSS,
+    chunk_layers,
+    even_split,
+    layout_text,
+    may_start_empty,
+    parse_layout,
+    published_split,
+)
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.training import memory_in_use, stages_in_use
-from flagcore_training.splits import Splits
-from flagcore_training.stages import placed, stage, stage_of
+from flagcore_training.stages import placed, splits_with, stage, stage_of
 from flagcore_training.time.stage import Blocks
 from flagcore_training.time.step import costs_in_run, step_time
 
-from engines.training.tests.candidates import layout, public, train
+from engines.training.tests.simulation import layout, public, train
 from flagcore.contracts import Costs
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.errors import SpecError
 from flagcore.tuner.stages.build import build
-from tests.checks import given
+from tests.checks import given, refuses
 from tests.product import tasks
 
 PP, EACH = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
@@ -65,8 +75,7 @@ def all_splits(work: Training, split: Layout) -> tuple[Training, Layout]:
     length, chunks = int(split.pipeline[0]), int(split.virtual[0])
     most = work.options.early_mtp and (length > 2 or chunks == 1)
     held = np.concatenate([_holdings(work, length, chunks, early) for early in range(1 + most)])
-    unknown = np.zeros((len(held), 1)), np.zeros((len(held), length, 0))
-    splits = Splits.from_contents(held, np.full(len(held), float(length)), *unknown)
+    splits = splits_with(work.model, held, np.full(len(held), length))
     rows = split[np.zeros(len(held), dtype=np.int64)]
     rows = dataclasses.replace(rows, split=np.arange(1.0, len(held) + 1.0))
     return dataclasses.replace(work, options=dataclasses.replace(work.options, splits=splits)), rows
@@ -84,15 +93,12 @@ def _holdings(work: Training, length: int, chunks: int, early: int) -> FloatArra
     leading = np.clip(model.moe_first_dense_layers - before, 0.0, table) * experts
     devices = np.stack((table, leading), axis=2).reshape(len(table), chunks, length, 2).sum(axis=1)
     devices = np.unique(devices, axis=0) if len(devices) else devices
-    place = np.arange(length) * np.ones((len(devices), 1))
-    first, last = (place == 0).astype(np.float64), (place == length - 1).astype(np.float64)
-    norm = last.copy()
-    if model.mtp_num_layers:
-        for row, each in enumerate(devices.astype(np.int64)):
-            norm[row] = place[row] == np.flatnonzero(virtual_stages(each, model, chunks, early))[-1] % length
-    dense = devices[:, :, 1] if experts else devices[:, :, 0]
-    mtp = (place == length - 1 - early) * float(model.mtp_num_layers)
-    return np.stack((first, last, norm, devices[:, :, 0], dense, mtp), axis=2)
+    tables = np.zeros((len(devices), length * chunks, 4))
+    for row, each in zip(tables, devices.astype(np.int64), strict=True):
+        row[:, 2] = virtual_stages(each, model, chunks, early)
+        row[0, 0] = row[-1, 1] = 1.0
+        row[-1 - early, 3] = model.mtp_num_layers
+    return tables
 
 
 def virtual_stages(held: IntArray, model: Model, virtual: int, early: int) -> list[int]:
@@ -100,7 +106,7 @@ def virtual_stages(held: IntArray, model: Model, virtual: int, early: int) -> li
     found = chunk_layers(held[:, 0].tolist(), held[:, 1].tolist(), virtual, early=bool(early))
     counts = np.array(found)
     leading = np.clip(model.moe_first_dense_layers - (np.cumsum(counts) - counts), 0, counts)
-    assert counts[: -1 - early].all()
+    assert counts[virtual > 1 and may_start_empty(model) : -1 - early].all()
     assert not (early and counts[-1])
     np.testing.assert_array_equal(counts.reshape(virtual, -1).sum(axis=0), held[:, 0])
     if model.num_moe_experts is not None:
@@ -320,3 +326,98 @@ def test_stages_of_a_derived_split_are_reported() -> None:
     assert list(ENGINE.plans.stage_layers(task, ENGINE.columns(task, {PP: 4}), tasks.costs(task))) == []
     assert inputs(task, ENGINE.columns(task, {PP: 4}), tasks.costs(task))[1].split.tolist() == [0.0]
     assert base_inputs(task, columns)[1].split.tolist() == [0.0]
+
+
+TEXTS = {
+    "Et*4|(t*4|)*14tmL": (61, 1, 16),
+    "Et|(tt|)*30L": (61, 0, 32),
+    "E|t*3|(tt|t|)*2,t|mL": (10, 1, 8),
+    "EtttL": (3, 0, 1),
+    "E t|t L": (2, 0, 2),
+    "Et*2||t|L": (3, 0, 4),
+}
+
+
+@pytest.mark.together("megatron-core, imported")
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_layout_has_all_layers(text: str) -> None:
+    layers, mtp, stages = TEXTS[text]
+    found = parse_layout(text, layers, mtp)
+    assert len(found) == stages
+    assert [sum(getattr(stage, name) for stage in found) for name in ("layers", "mtp")] == [layers, mtp]
+    assert (found[0].embedding, found[-1].loss) == (1, 1)
+
+
+@pytest.mark.together("megatron-core, imported")
+@pytest.mark.long
+@pytest.mark.parametrize("text", TEXTS)
+def test_layout_is_read_as_megatron_reads_it(text: str) -> None:
+    layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
+    layers, mtp, _ = TEXTS[text]
+    theirs = layouts.PipelineParallelLayerLayout.parse_str_to_list(text.replace(" ", ""))
+    actual = parse_layout(text, layers, mtp)
+    for each, held in zip(actual, theirs, strict=True):
+        names = [kind.name for kind in held]
+        expected = [names.count(name) for name in ("embedding", "decoder", "mtp", "loss")]
+        assert [each.embedding, each.layers, each.mtp, each.loss] == expected
+
+
+@pytest.mark.together("megatron-core, imported")
+@pytest.mark.parametrize(
+    ("text", "layers", "mtp", "problem"),
+    [
+        ("tEt|tL", 3, 0, "begin with the only E"),
+        ("Et|tt", 3, 0, "end with the only L"),
+        ("Et|EtL", 2, 0, "only E"),
+        ("Et|tL", 3, 0, "num_layers is 3"),
+        ("Et|tL", 2, 1, "mtp_num_layers is 1"),
+        ("Et|mtL", 2, 1, "after the last t"),
+        ("Et|tm|mL", 2, 2, "on one stage"),
+        ("Et|xL", 1, 0, "'x'"),
+        ("", 1, 0, "begin"),
+        ("E(t|)*999999999L", 1, 0, "too long"),
+        ("Et*99999999999999999999L", 1, 0, "too long"),
+    ],
+)
+def test_an_invalid_layout_is_refused(text: str, layers: int, mtp: int, problem: str) -> None:
+    with refuses(f"train.settings.{LAYOUT}", match=problem):
+        parse_layout(text, layers, mtp)
+
+
+@pytest.mark.together("megatron-core, imported")
+@pytest.mark.parametrize(
+    ("layers", "stages", "settings"),
+    [
+        (32, 8, {}),
+        (126, 64, {EMBEDDING: True, LOSS: True}),
+        (94, 8, {EMBEDDING: True, LOSS: True}),
+        (22, 8, {EMBEDDING: True, LOSS: True}),
+        (27, 4, {LOSS: True}),
+        (61, 2, {LOSS: True}),
+        (61, 16, {LAYOUT: [4] * 15 + [1]}),
+        (61, 8, {LAYOUT: [8] * 7 + [5]}),
+        (61, 32, {LAYOUT: [1, *[2] * 30, 0]}),
+        (5, 8, {}),
+    ],
+)
+def test_published_runs_split_by_one_rule(layers: int, stages: int, settings: dict[str, object]) -> None:
+    found = published_split(dataclasses.replace(tasks.DENSE, num_layers=layers), stages)
+    assert set(found) == set(settings)
+    if LAYOUT in found:
+        assert [stage.layers for stage in parse_layout(str(found[LAYOUT]), layers, 0)] == settings[LAYOUT]
+
+
+@pytest.mark.together("megatron-core, imported")
+def test_split_puts_multi_token_prediction_on_the_last_stage() -> None:
+    text = str(published_split(dataclasses.replace(tasks.DENSE, num_layers=61, mtp_num_layers=1), 16)[LAYOUT])
+    assert parse_layout(text, 61, 1) == parse_layout("Et*4|(t*4|)*14tmL", 61, 1)
+
+
+@pytest.mark.together("megatron-core, imported")
+@pytest.mark.parametrize("layers", [5, 33, 61, 94])
+def test_most_even_split_is_complete_and_no_stage_is_larger_than_it_must_be(layers: int) -> None:
+    for stages in range(2, 70):
+        split = even_split(layers, stages)
+        assert (sum(split), len(split), max(split)) == (layers, stages, -(-layers // stages))
+        assert min(split) >= 0
+        assert len(set(split[1:-1])) <= 2

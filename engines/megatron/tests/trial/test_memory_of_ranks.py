@@ -13,7 +13,7 @@ from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.states import split_parameters
 from flagcore_training.weights import stage_parameters
 
-from engines.megatron.tests.trial.ranks import (
+from engines.megatron.tests.trial.trial_jobs import (
     DP,
     EMBEDDING,
     EP,
@@ -33,7 +33,7 @@ from engines.megatron.tests.trial.ranks import (
     run_ranks,
     world,
 )
-from engines.training.tests.candidates import rank_memory, stage_of_rank
+from engines.training.tests.simulation import rank_memory, stage_of_rank
 
 pytestmark = [pytest.mark.slow, pytest.mark.together("training")]
 

@@ -18,18 +18,17 @@ from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import Instance, address
 from flagcore_serving.space import knobs, rules
 from flagcore_serving.space.flags import as_words
-from flagcore_serving.space.hardware import DP, EP, TP, Hardware, count, longest_request
+from flagcore_serving.space.hardware import DP, TP, Hardware, count, longest_request
 from flagcore_serving.space.knobs import CONTEXT, DRAFTED, PREFIX, SPECULATION, or_default
 from flagcore_serving.space.program import Program
 from flagcore_serving.space.settings import Settings
 from flagcore_serving.space.weights import weight_bytes
 
 from flagcore.domain.launch import PORT
-from flagcore.domain.space import Columns, KnobValue, Merge, Rule
+from flagcore.domain.space import Columns, KnobValue, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from flagcore.i18n import Message
-from flagcore_servers.untested import UNTESTED, longest_prompt, pairs, prefill_tokens, whole_prompts
+from flagcore_servers.untested import UNTESTED, expert_parallel, longest_prompt, pairs, prefill_tokens, whole_prompts
 
 BATCH, TOKENS, BLOCK, MEMORY = "max_batch_size", "max_prefill_tokens", "cache_block_size", "npu_mem_size"
 DEPLOY, SCHEDULE = "BackendConfig.ModelDeployConfig", "BackendConfig.ScheduleConfig"
@@ -62,8 +61,6 @@ class MindieProgram(Program):
 
 
 PROGRAM = MindieProgram.read(__package__)
-NAMES = {"EP": EP, "TP": TP, "DP": DP, "BATCH": BATCH}
-"""The names of knobs in messages of rules, by their fields."""
 
 
 def _share(task: Task) -> float:
@@ -93,9 +90,6 @@ class MindIE(ServingEngine):
     modules: Mapping[str, str] = {"mindie_llm": "mindie_llm>=2.2"}
     untested = UNTESTED
 
-    def merges(self, task: Task) -> tuple[Merge, ...]:
-        return (*rules.same_as_unset(PROGRAM), rules.no_drafts())
-
     def settings(self, task: Task, columns: Columns) -> Settings:
         """Return MindIE's effective settings. The cache has a fixed size, or the rest of a share of the memory. Prompts
         are not divided, and have iterations of their own (`engine.yaml`)."""
@@ -105,14 +99,13 @@ class MindIE(ServingEngine):
         return Settings.of(
             task,
             values,
+            PROGRAM,
             max_running=PROGRAM.values(values, BATCH),
             max_batched_tokens=prefill_tokens(task, values[TOKENS], int(PROGRAM.defaults[TOKENS] or 0)),
             block_size=PROGRAM.values(values, BLOCK),
             chunked=np.zeros_like(ranks),
             cache_bytes=np.where(values[MEMORY] > 0, values[MEMORY] * 2.0**30, np.maximum(rest, 0.0)),
-            cache_element_bytes=PROGRAM.element_bytes(values),
             drafted=np.where(values[SPECULATION] > 0, or_default(values[DRAFTED], 1), 0),
-            scheme=PROGRAM.scheme(task, values),
         )
 
     def server(self, task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
@@ -142,18 +135,10 @@ class MindIE(ServingEngine):
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         """Return MindIE's legality rules for candidates."""
-        experts = task.spec.model.experts or 1
         return (
             *rules.split_rules(task, attention_and_experts=True, pipeline=False),
             *rules.forbidden(task, PROGRAM),
-            Rule(
-                name="expert_parallel",
-                knobs=(TP, DP, EP),
-                message=Message("{EP} must divide {TP} x {DP}, and the {experts} experts", **NAMES, experts=experts),
-                broken=lambda c: (
-                    (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | (experts % c[EP].clip(1) != 0))
-                ),
-            ),
+            expert_parallel(task),
             whole_prompts(task, TOKENS),
             *rules.speculation_rules(task, PROGRAM, (), "", "mtp"),
             *rules.context_rules(task),

@@ -16,18 +16,18 @@ from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import Instance, address
 from flagcore_serving.space import knobs, rules
 from flagcore_serving.space.flags import as_words
-from flagcore_serving.space.hardware import DP, EP, PP, TP, Hardware, count
+from flagcore_serving.space.hardware import DP, PP, TP, Hardware, count
 from flagcore_serving.space.knobs import DRAFTED, EAGER, PREFIX, SPECULATION, or_default
 from flagcore_serving.space.program import Program
 from flagcore_serving.space.settings import Settings
 from flagcore_serving.space.weights import weight_bytes
 
 from flagcore.domain.launch import PORT
-from flagcore.domain.space import Columns, KnobValue, Merge, Rule
+from flagcore.domain.space import Columns, KnobValue, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from flagcore.i18n import Message
-from flagcore_servers.untested import UNTESTED, pairs, prefill_tokens, whole_prompts
+from flagcore.i18n import N_
+from flagcore_servers.untested import UNTESTED, expert_parallel, pairs, prefill_tokens, whole_prompts
 
 BATCH, TOKENS, BLOCK = "max_batch_size", "max_num_tokens", "tokens_per_block"
 MEMORY, CHUNKED, GRAPHS = "free_gpu_memory_fraction", "enable_chunked_prefill", "cuda_graph_max_batch_size"
@@ -81,8 +81,6 @@ class TrtllmProgram(Program):
 
 
 PROGRAM = TrtllmProgram.read(__package__, {"cache_types": knobs.if_fp8("auto", "fp8")})
-NAMES = {"DP": DP, "EP": EP, "TP": TP}
-"""The names of knobs in messages of rules, by their fields."""
 
 
 def _spelled(words: tuple[str, ...]) -> Iterator[str]:
@@ -108,9 +106,6 @@ class TensorRtLlm(ServingEngine):
     modules: Mapping[str, str] = {"tensorrt_llm": "tensorrt_llm>=1.4"}
     untested = UNTESTED
 
-    def merges(self, task: Task) -> tuple[Merge, ...]:
-        return (*rules.same_as_unset(PROGRAM), rules.no_drafts())
-
     def settings(self, task: Task, columns: Columns) -> Settings:
         """Return TensorRT-LLM's effective settings. Limits on a batch, and tiers of the cache, are those of each rank.
         The cache takes a share of the memory that the weights leave free; evicted blocks move to the tiers behind it.
@@ -121,15 +116,14 @@ class TensorRtLlm(ServingEngine):
         return Settings.of(
             task,
             values,
+            PROGRAM,
             max_running=PROGRAM.values(values, BATCH),
             max_batched_tokens=prefill_tokens(task, values[TOKENS], int(PROGRAM.defaults[TOKENS] or 0)),
             block_size=PROGRAM.values(values, BLOCK),
             chunked=values[CHUNKED],
             graph_tokens=np.where(values[EAGER] == 0, PROGRAM.values(values, GRAPHS), 0),
             cache_bytes=knobs.shares(values[MEMORY], 0.9) * np.maximum(free, 0.0),
-            cache_element_bytes=PROGRAM.element_bytes(values),
             drafted=np.where(values[SPECULATION] > 0, or_default(values[DRAFTED], 1), 0),
-            scheme=PROGRAM.scheme(task, values),
             host_cache=values[OFFLOAD] * ranks * 2.0**30,
             disk_cache=values[DISK] * ranks * 2.0**30,
             writes_through=ranks < 1,
@@ -150,24 +144,16 @@ class TensorRtLlm(ServingEngine):
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         """Return TensorRT-LLM's legality rules for candidates."""
-        experts = task.spec.model.experts or 1
         return (
             *rules.split_rules(task, attention_and_experts=True),
             *rules.forbidden(task, PROGRAM),
-            Rule(
-                name="attention_dp",
-                knobs=(TP, DP),
-                message=Message("{TP} must be 1 with {DP} > 1: enable_attention_dp makes each rank a group", **NAMES),
-                broken=lambda c: (c[DP] > 1) & (c[TP] > 1),
+            rules.rule(
+                "attention_dp",
+                (TP, DP),
+                N_("{TP} must be 1 with {DP} > 1: enable_attention_dp makes each rank a group"),
+                lambda c: (c[DP] > 1) & (c[TP] > 1),
             ),
-            Rule(
-                name="expert_parallel",
-                knobs=(TP, DP, EP),
-                message=Message("{EP} must divide {TP} x {DP}, and the {experts} experts", **NAMES, experts=experts),
-                broken=lambda c: (
-                    (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | (experts % c[EP].clip(1) != 0))
-                ),
-            ),
+            expert_parallel(task),
             whole_prompts(task, TOKENS, CHUNKED),
             *rules.speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "speculative-config.speculative_model", "MTP"),
             *rules.context_rules(task),

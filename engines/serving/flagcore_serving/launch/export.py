@@ -169,42 +169,44 @@ def compose_file(
     encoders = _encoders(instances, [("127.0.0.1", port) for port in ports], str)
     instances = [each.at_port(port).with_encoders(encoders) for each, port in zip(instances, ports, strict=True)]
     is_behind, is_name = router is not None or len(instances) > 1, bool(weights) and not os.path.isabs(weights)
-    paths = {path for each in instances for word in each.argv[1:] for path in _mounted_paths(word)}
-    paths |= {path for path in (directory, weights) if path and os.path.isabs(path)}
-    hub = [f"${{HF_HOME:-~/.cache/{HUB}}}:{HOME}/{HUB}"] if is_name else []
+    volumes = _volumes(instances, directory, weights)
+    volumes += [f"${{HF_HOME:-~/.cache/{HUB}}}:{HOME}/{HUB}"] if is_name else []
     services: dict[str, dict[str, Any]] = {}
     for number, (each, port) in enumerate(zip(instances, ports, strict=True)):
-        variables = {**common, **each.environment}
-        own: dict[str, str | None] = {"HF_TOKEN": None} if is_name else {}  # the value in the user's shell, if any
-        own |= {
-            name: f"${{{name}:?set it: it is secret}}" if is_secret(name, value) else _escape(value)
-            for name, value in variables.items()
-        }
+        own = {name: _variable(name, value) for name, value in {**common, **each.environment}.items()}
+        own = {"HF_TOKEN": None, **own} if is_name else own  # the value in the user's shell, if any
         service = _service(image or "${IMAGE:?set IMAGE to an image that has the engine}", port, health, START_SECONDS)
         service |= {"ipc": "host", "environment": own, **({"working_dir": directory} if directory else {})}
         service |= {"cpuset": ",".join(map(str, each.cores))} if each.cores else {}
         service["entrypoint"] = [_escape(word) for word in (each.argv if is_behind else _public(each.argv))]
-        service["volumes"] = [*(f"{_escape(path)}:{_escape(path)}:ro" for path in sorted(paths)), f"cache:{HOME}", *hub]
-        services[f"instance-{number}"] = _added(service, _for_devices(devices, each.devices))
-    if is_behind:
-        front = _service(BALANCER_IMAGE, FRONT_PORT, health, 60)
-        if router:
-            places = [(each.kind, "127.0.0.1", port) for each, port in zip(instances, ports, strict=True)]
-            argv = _public(router.instance(places).at_port(FRONT_PORT).argv)
-            install = _escape(f'{router.installation} && exec "$@"')
-            front = _service(ROUTER_IMAGE, FRONT_PORT, ROUTER_HEALTH, 300)
-            front["entrypoint"] = ["sh", "-c", install, "sh", Path(argv[0]).name, *map(_escape, argv[1:])]
-        else:
-            front["configs"] = [{"source": "balancer", "target": "/etc/caddy/Caddyfile"}]
-        front["depends_on"] = {name: {"condition": "service_healthy"} for name in services}
-        services["router" if router else "balancer"] = front
+        services[f"instance-{number}"] = _added({**service, "volumes": [*volumes]}, _for_devices(devices, each.devices))
     data: dict[str, Any] = {"services": services, "volumes": {"cache": {}}}
-    if is_behind and not router:
+    started = {"depends_on": {name: {"condition": "service_healthy"} for name in services}}
+    if router:
+        places = [(each.kind, "127.0.0.1", port) for each, port in zip(instances, ports, strict=True)]
+        services["router"] = _router_service(router, places) | started
+    elif is_behind:
         upstreams = [f"127.0.0.1:{port}" for port in ports]
+        services["balancer"] = _service(BALANCER_IMAGE, FRONT_PORT, health, 60) | started
+        services["balancer"]["configs"] = [{"source": "balancer", "target": "/etc/caddy/Caddyfile"}]
         data["configs"] = {"balancer": {"content": _balancer(f":{FRONT_PORT}", upstreams)}}
     setting = "" if image else "IMAGE=... "
     head = [*comments, f"{setting}docker compose up --wait: starts the servers, which listen at port {FRONT_PORT}."]
     return "\n".join([*(f"# {line}" for line in head), dump_yaml(data, width=1000)])
+
+
+def _volumes(instances: Sequence[Instance], *further: str | None) -> list[str]:
+    """Return the mounts of the paths in commands and of `further` paths, and that of the cache."""
+    paths = {path for each in instances for word in each.argv[1:] for path in _mounted_paths(word)}
+    paths |= {path for path in further if path and os.path.isabs(path)}
+    return [*(f"{_escape(path)}:{_escape(path)}:ro" for path in sorted(paths)), f"cache:{HOME}"]
+
+
+def _router_service(router: Router, places: Sequence[tuple[str, str, int]]) -> dict[str, Any]:
+    argv = _public(router.instance(places).at_port(FRONT_PORT).argv)
+    install = _escape(f'{router.installation} && exec "$@"')
+    service = _service(ROUTER_IMAGE, FRONT_PORT, ROUTER_HEALTH, 300)
+    return service | {"entrypoint": ["sh", "-c", install, "sh", Path(argv[0]).name, *map(_escape, argv[1:])]}
 
 
 def _service(image: str, port: int, health: str, start_seconds: int) -> dict[str, Any]:
@@ -258,6 +260,11 @@ def _mounted_paths(word: str) -> set[str]:
         return set()
     links = [each for each in path.iterdir() if each.is_symlink()] if path.is_dir() else []
     return {str(path), *(str(each.resolve().parent) for each in (*links, *([path] if path.is_symlink() else [])))}
+
+
+def _variable(name: str, value: str) -> str | None:
+    """Return the value of a variable in a compose file: a secret is that of the user's shell."""
+    return f"${{{name}:?set it: it is secret}}" if is_secret(name, value) else _escape(value)
 
 
 def _escape(text: str) -> str:

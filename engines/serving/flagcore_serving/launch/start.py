@@ -144,56 +144,69 @@ class EngineProfile(Engine):
         `figures`: predicted metrics; a trial's search for the highest load starts near the predicted load. `for_real`:
         whether to start the servers of the final configuration instead of a trial.
         """
-        task, serve = platform.task, platform.task.spec.serve
-        instances = self.instances(platform, candidate, is_public=bool(serve.elsewhere))
-        directory = serve.directory or folder
+        instances = self.instances(platform, candidate, is_public=bool(platform.task.spec.serve.elsewhere))
         try:
             if for_real:
-                router = self.router_of(platform, candidate, len(instances))
-                hosts = task.spec.cluster.hosts if task.spec.on_each_host else ()
-                if not hosts and any(each.host or each.further for each in instances):
-                    raise UsageError(_("servers on several hosts need cluster.hostfile and auto_tuner.launcher"))
-                is_elsewhere = {"in_image": serve.elsewhere == "image"}
-                programs = "" if serve.elsewhere else str(Path(sys.executable).parent)
-                started = export.launch(
-                    instances, folder, directory, self.reports.health, hosts, router, programs=programs, **is_elsewhere
-                )
-                if started.script and not serve.elsewhere:
-                    _write_script(started.script, Path(folder, export.START), instances)
-                return started
-            spread = len({each.host for each in instances}) > 1
-            if spread and any(ENCODER_URLS in each.argv for each in instances):
-                raise UsageError(_("a trial starts servers that encode images on the host of the others only"))
-            job = TrialJob(
-                engine=self.where,
-                instances=instances,
-                loads=tuple(in_flight(load) for load in serve.loads),
-                vocab_size=platform.task.spec.model.vocab_size,
-                timeout_s=platform.task.spec.control.max_time_per_task or serve.start_seconds,
-                repeats=serve.repeats,
-                slo=serve.slo,
-                asked=(*serve.slo, task.spec.objective),
-                highest=serve.highest,
-                start=_first_load(serve, figures),
-                predicted_s=figures.get("e2e_s.mean") if len(serve.loads) == 1 else None,
-                min_rate=_min_rate(task),
-                patterns=platform.failure_patterns,
-                directory=directory,
-                versions={self.name: self.program.version(platform.task.spec)},
-                hosts=task.spec.cluster.hosts[: task.spec.cluster.nodes] if task.spec.on_each_host else (),
-                protocol=self.protocol(task, candidate.as_dict()),
-                prefix_aware=serve.prefix_aware,
-            )
-            file = Path(folder, SERVE)
-            if any(secrets_in_arguments(each.argv) for each in instances):
-                file.touch(mode=0o600)
-            file.write_text(as_text(job), encoding="utf-8")
+                return self._real(platform, candidate, folder, instances)
+            return self._trial(platform, candidate, folder, instances, figures)
         except UsageError as error:
             if for_real:
                 raise
             raise LaunchError(str(error)) from None
         except OSError as error:
             raise LaunchError(f"{error.filename or folder} cannot be written: {error.strerror or error}") from None
+
+    def _real(self, platform: Platform, candidate: Candidate, folder: str, instances: tuple[Instance, ...]) -> Launch:
+        """Return the launch of the final configuration, and write its script. Raises UsageError and OSError."""
+        spec, serve = platform.task.spec, platform.task.spec.serve
+        router = self.router_of(platform, candidate, len(instances))
+        hosts = spec.cluster.hosts if spec.on_each_host else ()
+        if not hosts and any(each.host or each.further for each in instances):
+            raise UsageError(_("servers on several hosts need cluster.hostfile and auto_tuner.launcher"))
+        in_image, programs = serve.elsewhere == "image", "" if serve.elsewhere else str(Path(sys.executable).parent)
+        place = (folder, serve.directory or folder, self.reports.health, hosts, router)
+        started = export.launch(instances, *place, in_image=in_image, programs=programs)
+        if started.script and not serve.elsewhere:
+            _write_script(started.script, Path(folder, export.START), instances)
+        return started
+
+    def _trial(
+        self,
+        platform: Platform,
+        candidate: Candidate,
+        folder: str,
+        instances: tuple[Instance, ...],
+        figures: Mapping[str, float],
+    ) -> Launch:
+        """Write the job of a trial, and return the launch of the trial program. Raises UsageError and OSError."""
+        task, spec, serve = platform.task, platform.task.spec, platform.task.spec.serve
+        spread = len({each.host for each in instances}) > 1
+        if spread and any(ENCODER_URLS in each.argv for each in instances):
+            raise UsageError(_("a trial starts servers that encode images on the host of the others only"))
+        job = TrialJob(
+            engine=self.where,
+            instances=instances,
+            loads=tuple(in_flight(load) for load in serve.loads),
+            vocab_size=spec.model.vocab_size,
+            timeout_s=spec.control.max_time_per_task or serve.start_seconds,
+            repeats=serve.repeats,
+            slo=serve.slo,
+            asked=(*serve.slo, spec.objective),
+            highest=serve.highest,
+            start=_first_load(serve, figures),
+            predicted_s=figures.get("e2e_s.mean") if len(serve.loads) == 1 else None,
+            min_rate=_min_rate(task),
+            patterns=platform.failure_patterns,
+            directory=serve.directory or folder,
+            versions={self.name: self.program.version(spec)},
+            hosts=spec.cluster.hosts[: spec.cluster.nodes] if spec.on_each_host else (),
+            protocol=self.protocol(task, candidate.as_dict()),
+            prefix_aware=serve.prefix_aware,
+        )
+        file = Path(folder, SERVE)
+        if any(secrets_in_arguments(each.argv) for each in instances):
+            file.touch(mode=0o600)
+        file.write_text(as_text(job), encoding="utf-8")
         program = (sys.executable, "-m", PROGRAM, folder)
         if not job.hosts:
             return Launch(argv=program, folder=folder)
@@ -280,26 +293,32 @@ class EngineProfile(Engine):
         groups, addresses = list[ServerGroup](), list[tuple[str, str, int]]()
         for kind, replicas in count_of.items():
             instance, place = next(each for each in placed if each[0].kind == kind)
-            hosts = len(place.hosts)
-            if hosts > 1 and (of_head := self.on_host(hosts, "0")):
-                own = instance.argv[: -len(of_head)]
-                instance = replace(instance, further=((*own, *self.on_host(hosts, "{node_rank}")),))
-            instance = instance.filled({ADDRESS: OWN_ADDRESS}).with_encoders(encoders)
-            first = instance.at_head(OWN_ADDRESS, str(export.MEETING_PORT)).at_port(export.FRONT_PORT)
-            others = first.further[0] if hosts > 1 else ()
-            environment = without_devices(platform.support, first.environment)
-            ready = (f"http://127.0.0.1:{export.FRONT_PORT}{self.reports.health}",)
-            launch = Launch(argv=first.argv, environment=environment, folder="", ready=ready)
-            group = kind or "server"
-            of_group = ServerGroup(name=group, launch=launch, devices=place.width // hosts, replicas=replicas)
-            groups.append(replace(of_group, hosts=hosts, others=others))
-            names = _names(name, group, replicas)
-            addresses += [(kind, host, export.FRONT_PORT) for host in names]
+            groups.append(self._group(platform, instance.with_encoders(encoders), place, replicas))
+            addresses += [(kind, host, export.FRONT_PORT) for host in _names(name, groups[-1].name, replicas)]
         if router is None:
             return ServerGroups(groups=tuple(groups), front=None)
         front = router.instance(addresses).at_port(export.FRONT_PORT)
         ready = (f"http://127.0.0.1:{export.FRONT_PORT}{ROUTER_HEALTH}",)
         return ServerGroups(groups=tuple(groups), front=Launch(argv=front.argv, folder="", ready=ready))
+
+    def _group(self, platform: Platform, instance: Instance, place: Placement, replicas: int) -> ServerGroup:
+        """Return the group of `replicas` servers such as `instance`, each of which finds its own address."""
+        hosts = len(place.hosts)
+        if hosts > 1 and (of_head := self.on_host(hosts, "0")):
+            own = instance.argv[: -len(of_head)]
+            instance = replace(instance, further=((*own, *self.on_host(hosts, "{node_rank}")),))
+        instance = instance.filled({ADDRESS: OWN_ADDRESS})
+        first = instance.at_head(OWN_ADDRESS, str(export.MEETING_PORT)).at_port(export.FRONT_PORT)
+        environment = without_devices(platform.support, first.environment)
+        ready = (f"http://127.0.0.1:{export.FRONT_PORT}{self.reports.health}",)
+        return ServerGroup(
+            name=instance.kind or "server",
+            launch=Launch(argv=first.argv, environment=environment, folder="", ready=ready),
+            devices=place.width // hosts,
+            replicas=replicas,
+            hosts=hosts,
+            others=first.further[0] if hosts > 1 else (),
+        )
 
     def _instance(self, platform: Platform, values: Mapping[str, KnobValue], placement: Placement) -> Instance:
         """Return one server of a candidate with its devices. The user's environment variables override the engine's."""

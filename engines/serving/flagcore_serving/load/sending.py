@@ -14,10 +14,9 @@ from functools import partial
 from typing import Any
 
 import aiohttp
-import numpy as np
 import psutil
 
-from flagcore.domain.space import IntArray
+from flagcore.domain.space import FloatArray, IntArray
 from flagcore_serving.job import Load
 from flagcore_serving.load.client import Encoders, Pairs, send_request, session
 from flagcore_serving.load.figures import PRECISION, SteadyState, decode_error, duration_s, figures_of, steady_figures
@@ -286,29 +285,19 @@ class _Ended(Exception):
 def _requests(
     model: str, path: str, requests: Traffic, prompts: Sequence[IntArray | str], uris: Sequence[Sequence[str]]
 ) -> list[Request]:
-    arrive_s = [None] * len(prompts) if requests.arrive_s is None else requests.arrive_s.tolist()
-    counts = [0 if isinstance(prompt, str) else prompt.size for prompt in prompts]
-    task, turn = requests.tasks
-    wait_s = np.zeros(len(prompts)) if requests.wait_s is None else requests.wait_s
-    images = uris or [()] * len(prompts)
-    numbers = [-1] * len(prompts) if requests.adapters is None else requests.adapters.tolist()
-    adapters = ["" if number < 0 else ADAPTER.format(number=number) for number in numbers]
-    columns = zip(
-        adapters,
-        prompts,
-        images,
-        counts,
-        requests.output_len.tolist(),
-        arrive_s,
-        task.tolist(),
-        turn.tolist(),
-        wait_s.tolist(),
-        strict=True,
+    def listed(values: IntArray | FloatArray | None, default: Any) -> list[Any]:
+        return [default] * len(prompts) if values is None else values.tolist()
+
+    columns = (
+        *(uris or [()] * len(prompts), listed(requests.adapters, -1), requests.output_len.tolist()),
+        *(listed(requests.arrive_s, None), *(each.tolist() for each in requests.tasks), listed(requests.wait_s, 0.0)),
     )
-    return [
-        Request(body(model, prompt, output_len, path, each, adapter), count, output_len, *others)
-        for adapter, prompt, each, count, output_len, *others in columns
-    ]
+    found = list[Request]()
+    for prompt, images, number, output_len, *others in zip(prompts, *columns, strict=True):
+        adapter = "" if number < 0 else ADAPTER.format(number=number)
+        tokens = 0 if isinstance(prompt, str) else prompt.size
+        found.append(Request(body(model, prompt, output_len, path, images, adapter), tokens, output_len, *others))
+    return found
 
 
 def _allow_connections(count: int) -> None:

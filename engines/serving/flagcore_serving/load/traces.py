@@ -229,47 +229,58 @@ def _traffic(
 
     A turn that lacks a question or an answer ends its conversation.
     """
-    unknown = 0
     times = _times(rows)
     order = range(len(rows)) if times is None else np.argsort(times, kind="stable").tolist()
     requests, follows, arrivals = list[_Turn](), list[int](), list[float]()
     for index in order:
         previous = -1
-        only_asks = not {"prompt", "text"}.isdisjoint(rows[index])  # such rows have no answers
+        only_asks = bool(output_len) and not {"prompt", "text"}.isdisjoint(rows[index])  # such rows have no answers
         for turn in read(rows[index], index + 1):
-            if turn.prompt and output_len and turn.output_len is None and not turn.answer and only_asks:
-                turn, unknown = replace(turn, output_len=output_len), unknown + 1
-            if turn.prompt == "" or not (turn.answer or turn.output_len):
+            lacks_answer = not (turn.answer or turn.output_len)
+            if turn.prompt == "" or (lacks_answer and not (turn.prompt and only_asks)):
                 break
             requests.append(turn)
             follows.append(previous)
             previous = len(follows) - 1
             arrivals.append(0.0 if times is None else times[index])
-    estimated = sum(turn.input_len is None for turn in requests)
-    default = f"{unknown} requests have no length of the answer: serve.profile.output_len = {output_len} is used"
-    note = f"the lengths of {estimated} requests are estimated, with {BYTES_PER_TOKEN} bytes of UTF-8 per token"
-    inputs = list[int]()
-    for turn, before in zip(requests, follows, strict=True):
-        past = inputs[before] if before >= 0 else 0  # a prompt is at least as long as the one that it continues
-        inputs.append(turn.input_len or max(past, estimated_tokens(turn.prompt or "")))
     if arrivals and arrivals[-1] - arrivals[0] > MAX_SPAN_S:
         raise _InvalidRow("its timestamps span more than a year")
-    images = [turn.images for turn in requests]
+    return _of_turns(requests, np.array(follows, dtype=np.int64), arrivals if times else None, output_len, block_len)
+
+
+def _of_turns(
+    requests: Sequence[_Turn], follows: IntArray, arrivals: Sequence[float] | None, output_len: int, block_len: int
+) -> Traffic:
+    """Return the requests with their arrival times, of which answers without a length have `output_len` tokens."""
+    inputs = list[int]()
+    for turn, before in zip(requests, follows.tolist(), strict=True):
+        past = inputs[before] if before >= 0 else 0  # a prompt is at least as long as the one that it continues
+        inputs.append(turn.input_len or max(past, estimated_tokens(turn.prompt or "")))
+    answers = [turn.output_len or (estimated_tokens(turn.answer) if turn.answer else output_len) for turn in requests]
+    estimated = sum(turn.input_len is None for turn in requests)
+    unknown = sum(not (turn.answer or turn.output_len) for turn in requests)
+    notes = list[str]()
+    if estimated:
+        notes.append(
+            f"the lengths of {estimated} requests are estimated, with {BYTES_PER_TOKEN} bytes of UTF-8 per token"
+        )
+    if unknown:
+        notes.append(
+            f"{unknown} requests have no length of the answer: serve.profile.output_len = {output_len} is used"
+        )
+    blocks, images, waits = ([getattr(turn, name) for turn in requests] for name in ("blocks", "images", "wait_s"))
+    has_waits, is_later = any(each is not None for each in waits), follows >= 0
     return Traffic(
         input_len=np.array(inputs, dtype=np.int64),
-        output_len=np.array([turn.output_len or estimated_tokens(turn.answer) for turn in requests], dtype=np.int64),
-        arrive_s=None if times is None else np.array(arrivals) - (arrivals[0] if arrivals else 0.0),
-        blocks=[turn.blocks for turn in requests] if any(turn.blocks for turn in requests) else (),
+        output_len=np.array(answers, dtype=np.int64),
+        arrive_s=None if arrivals is None else np.array(arrivals) - min(arrivals, default=0.0),
+        blocks=blocks if any(blocks) else (),
         block_len=block_len,
         texts=[_HALF.sub("\ufffd", turn.prompt) for turn in requests if turn.prompt is not None],
-        follows=np.array(follows) if max(follows, default=-1) >= 0 else None,
-        wait_s=np.array(
-            [turn.wait_s or 0.0 if before >= 0 else 0.0 for turn, before in zip(requests, follows, strict=True)]
-        )
-        if any(turn.wait_s is not None for turn in requests)
-        else None,
+        follows=follows if is_later.any() else None,
+        wait_s=np.where(is_later, [each or 0.0 for each in waits], 0.0) if has_waits else None,
         images=images if any(images) else (),
-        notes=(*((note,) if estimated else ()), *((default,) if unknown else ())),
+        notes=tuple(notes),
         is_estimated=bool(estimated),
     )
 
@@ -347,6 +358,16 @@ def _turns(row: Mapping[str, Any], number: int, count: int, folder: Path) -> lis
             raise _InvalidRow(f"row {number}: {name} is {row[name]!r:.60}, not a string")
         return [_Turn(row[name], input_tokens, output, images=_images(row, number, folder))]
     messages = row.get("conversations", row.get("messages"))
+    texts = _texts(row, messages, number)
+    roles = [message.get("from", message.get("role")) for message in messages]
+    ends = [place for place, role in enumerate(roles) if role in _ANSWERS] or [1]
+    ends = [end for end in ends if end < len(texts)] or [len(texts)]
+    turns = [_Turn("\n".join(texts[:end]), None, None, [*texts, ""][end]) for end in ends[:count]]
+    return [replace(turns[0], input_len=input_tokens, output_len=output), *turns[1:]]
+
+
+def _texts(row: Mapping[str, Any], messages: Any, number: int) -> list[str]:
+    """Return the texts of the messages of a row."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise _InvalidRow(f"row {number} has no list of turns")
     if any(name in each for each in (row, *messages) for name in _IMAGES):
@@ -354,15 +375,7 @@ def _turns(row: Mapping[str, Any], number: int, count: int, folder: Path) -> lis
     texts = [next((part for name in _PARTS if (part := each.get(name))), "") for each in messages]
     if not all(isinstance(text, str) for text in texts):
         raise _InvalidRow(f"row {number} has a turn whose {' or '.join(_PARTS)} is not a string")
-    roles = [message.get("from", message.get("role")) for message in messages]
-    ends = [place for place, role in enumerate(roles) if role in _ANSWERS] or [1]
-    ends = [end for end in ends if end < len(texts)] or [len(texts)]
-    return [
-        _Turn("\n".join(texts[:end]), input_tokens, output, texts[end] if end < len(texts) else "")
-        if place == 0
-        else _Turn("\n".join(texts[:end]), None, None, texts[end])
-        for place, end in enumerate(ends[:count])
-    ]
+    return texts
 
 
 _PARTS = ("value", "content", "text")

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.errors import SpecError
 from flagcore_serving.job import DEFAULT_CONCURRENCY, Load
 from flagcore_serving.load.images import data_uri, draw_images, random_text
@@ -48,16 +48,21 @@ def traffic(load: Load) -> Traffic:
             requests = replace(requests, images=draw_images(load.images, load.num_prompts, rng))
     if load.adapters:
         requests = replace(requests, adapters=_adapters(load, requests))
-    if requests.follows is not None and not (requests.follows >= 0).any():
-        requests = replace(requests, follows=None)  # too few requests: none is a second turn
     if requests.follows is not None:
-        conversations = int(np.count_nonzero(requests.follows < 0))
-        if load.concurrency is not None and conversations < load.concurrency:
-            note = f"with {conversations} conversations, there are never {load.concurrency} requests in flight"
-            requests = replace(requests, notes=(*requests.notes, note))
-    if requests.follows is not None and requests.wait_s is None:
-        requests = replace(requests, wait_s=np.where(requests.follows >= 0, load.think_time_s, 0.0))
+        requests = _in_turns(requests, load, requests.follows >= 0)
     return replace(requests, input_len=requests.input_len + load.prefix_len, arrive_s=_arrivals(times, load, requests))
+
+
+def _in_turns(requests: Traffic, load: Load, is_later: BoolArray) -> Traffic:
+    """Return the requests of conversations with their waits. `is_later`: which ones are no first turn."""
+    if not is_later.any():
+        return replace(requests, follows=None)  # too few requests: none is a second turn
+    conversations = int(np.count_nonzero(~is_later))
+    if load.concurrency is not None and conversations < load.concurrency:
+        note = f"with {conversations} conversations, there are never {load.concurrency} requests in flight"
+        requests = replace(requests, notes=(*requests.notes, note))
+    wait_s = np.where(is_later, load.think_time_s, 0.0) if requests.wait_s is None else requests.wait_s
+    return replace(requests, wait_s=wait_s)
 
 
 def _adapters(load: Load, requests: Traffic) -> IntArray:
@@ -181,13 +186,11 @@ def prompts(
     prefix = _draw_tokens(prefix_len, vocab_size, (*seed, _PREFIX))
     rng = np.random.default_rng((*seed, _WARMUP if warm_up else _PROMPT))
     low, high = _token_range(vocab_size)
-    if traffic.follows is not None and not traffic.blocks:
-        ids_by_request = list[IntArray]()
+    ids_by_request = list[IntArray]()
+    if not traffic.blocks:
         for length, before in zip(traffic.input_len.tolist(), traffic.continued.tolist(), strict=True):
             past = ids_by_request[before] if before >= 0 else np.zeros(0, dtype=np.int64)
             ids_by_request.append(np.concatenate([past, rng.integers(low, high, size=length - prefix_len - past.size)]))
-    elif not traffic.blocks:
-        ids_by_request = [rng.integers(low, high, size=length - prefix_len) for length in traffic.input_len]
     else:
         block_ids = {block for blocks in traffic.blocks for block in blocks}
         keys = {block: (*seed, _BLOCK, *(block if isinstance(block, tuple) else (block,))) for block in block_ids}

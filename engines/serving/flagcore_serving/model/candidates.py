@@ -13,7 +13,7 @@ import numpy as np
 from flagcore.domain.metrics import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import Task, figure_name, is_rate, seconds
-from flagcore_serving.job import Load, ServeSpec
+from flagcore_serving.job import ServeSpec
 from flagcore_serving.load.figures import MAX_TURNS, TASK_S, TURN_TTFT
 from flagcore_serving.load.progress import GROWTH, MIN_RATE, RESOLUTION, Verdict, highest_load
 from flagcore_serving.model.closed_loop import PARTS, ClosedLoop, LoopMeans, parts, steady_state
@@ -59,6 +59,8 @@ Key: TypeAlias = tuple[int, tuple[Lane, ...], bytes]
 class Candidates:
     """All inputs to the metrics of candidates: their kinds of instances, with settings, memory and iteration costs.
 
+    `loads`: the load points of the task, drawn for all candidates.
+
     `transfer`: seconds to send the cache of one prompt token, for kinds that only prefill or only decode, or the
     embedding of one token of an image, for kinds that only encode. `swap_s`: those to load an adapter into a slot.
     `has_states`: whether the model has recurrent states.
@@ -67,6 +69,7 @@ class Candidates:
 
     kinds: InstanceKinds
     task: Task
+    loads: Sequence[SimulatedLoad]
     settings: Settings
     memory: ServingMemory
     times: IterationCosts
@@ -89,9 +92,6 @@ class Candidates:
         """
         return [] if self.encoder is None else self.encoder.seconds(row, images)
 
-    def draw(self, load: Load) -> SimulatedLoad:
-        return SimulatedLoad.draw(load, self.task.spec.model.vision, prefix_aware=self.serve.prefix_aware)
-
 
 def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     """Return the metrics of each candidate by name. Metrics are NaN if costs are unknown or the host computes layers.
@@ -99,8 +99,7 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     Candidates with equal inputs are simulated once. With several load points, one point determines the metrics, as in a
     measurement.
     """
-    loads = [context.draw(load) for load in context.serve.loads]
-    members, candidates_by_key, names = context.kinds.members, _by_key(context, loads), _names(context, loads)
+    loads, members, candidates_by_key, names = context.loads, context.kinds.members, _by_key(context), _names(context)
     table = {name: np.full(context.kinds.size, np.nan) for name in names}
     representatives = np.array([rows[0] for rows in candidates_by_key.values()], dtype=np.int64)
     requests = sum(min(load.input_len.size, MAX_REQUESTS) for load in loads)
@@ -123,13 +122,17 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
             for name in names:
                 table[name][rows] = best.get(name, np.nan)
     for name in () if simulates_all else FIGURE_NAMES:
-        ratio = float(np.nanmedian(table[name][simulated] / closed_form[name][simulated]))
-        is_scaled = np.isnan(table[name]) & ~np.isnan(closed_form[name])
-        table[name] = np.where(is_scaled, closed_form[name] * ratio, table[name])
+        table[name] = _completed(table[name], closed_form[name], simulated)
     return table
 
 
-def _by_key(context: Candidates, loads: Sequence[SimulatedLoad]) -> dict[tuple[Key, ...], list[int]]:
+def _completed(values: FloatArray, closed_form: FloatArray, simulated: IntArray) -> FloatArray:
+    """Return a metric with those in closed form where it was not simulated, scaled as in the `simulated` rows."""
+    ratio = float(np.nanmedian(values[simulated] / closed_form[simulated]))
+    return np.where(np.isnan(values) & ~np.isnan(closed_form), closed_form * ratio, values)
+
+
+def _by_key(context: Candidates) -> dict[tuple[Key, ...], list[int]]:
     """Return the candidates whose costs are known, by what determines their simulation."""
     times, found = context.times, dict[tuple[Key, ...], list[int]]()
     has_costs = np.isfinite(times.local + times.shared).all(axis=1) & np.isfinite(times.cached + times.pair)
@@ -137,13 +140,13 @@ def _by_key(context: Candidates, loads: Sequence[SimulatedLoad]) -> dict[tuple[K
     has_costs &= (context.settings.on_device >= 1.0) | context.settings.encodes
     for candidate, kinds in enumerate(context.kinds.members):
         if has_costs[kinds].all():
-            found.setdefault(tuple(_key(context, loads, row) for row in kinds), []).append(candidate)
+            found.setdefault(tuple(_key(context, context.loads, row) for row in kinds), []).append(candidate)
     return found
 
 
-def _names(context: Candidates, loads: Sequence[SimulatedLoad]) -> tuple[str, ...]:
+def _names(context: Candidates) -> tuple[str, ...]:
     """Return the names of the metrics that loads have: those of caches, turns and searches only where they exist."""
-    names = FIGURE_NAMES
+    names, loads = FIGURE_NAMES, context.loads
     if any(load.parts for load in loads):
         absent = {TIER_HIT_RATE.format(tier=tier) for tier in TIERS if tier not in context.tiers}
         names += tuple(name for name in CACHE_FIGURES if name not in absent) if context.tiers else (HIT_RATE,)
@@ -162,9 +165,8 @@ def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tupl
     `context` and its number of instances."""
     if context.encoder is not None or load.load.trace:  # images and traces have no short key
         return _simulated(context, load, kinds)
-    rows = ((*_key(context, [load], row), count, context.times.bytes_of(row)) for row, count in kinds)
-    slo = tuple(context.serve.slo.items())
-    key = load.load, load.is_spread, load.prefix_aware, slo, repr(context.overheads), tuple(rows)
+    rows, slo = tuple(_key(context, [load], row) for row, _ in kinds), tuple(context.serve.slo.items())
+    key = load.load, load.is_spread, load.prefix_aware, slo, repr(context.overheads), rows
     if key not in _known:
         _known[key] = _simulated(context, load, kinds)
         if len(_known) > MAX_KNOWN:
@@ -235,16 +237,10 @@ def _highest(
 
 
 def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
-    times = context.times
-    costs = b"".join(
-        each[row].tobytes() for each in (times.local, times.shared, times.summed, times.cached, times.drafts)
-    )
-    floors = (times.floor[row], times.decode_floor[row], times.mixed_floor[row], times.captured[row])
-    other_costs = np.array([*floors, times.fixed[row], times.sequence[row], times.crowding[row]]).tobytes()
+    costs = context.times.bytes_of(row) + context.kinds.role[row].tobytes() + context.transfer[row].tobytes()
     if context.encoder is not None:
-        other_costs += context.encoder.patch[row].tobytes() + context.encoder.ranks[row].tobytes()
-    other_costs += np.array([context.kinds.role[row], context.transfer[row]]).tobytes()
-    return int(context.kinds.count[row]), tuple(_lane(context, load, row) for load in loads), costs + other_costs
+        costs += context.encoder.patch[row].tobytes() + context.encoder.ranks[row].tobytes()
+    return int(context.kinds.count[row]), tuple(_lane(context, load, row) for load in loads), costs
 
 
 def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
@@ -317,7 +313,7 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
     steps also compute other requests' prompts.
     """
     kinds = context.kinds
-    load = context.draw(context.serve.loads[0])
+    load = context.loads[0]
     lanes = np.minimum(kinds.count, load.flight(1))
     e2e, ttft, rate = (figures[name][kinds.owner] for name in ("e2e_s.mean", "ttft_s.mean", "requests_per_s"))
     loop, running = _closed_loop(context, load), rate / lanes * (e2e - ttft)
@@ -410,6 +406,6 @@ def _best_rows(context: Candidates, figures: Mapping[str, FloatArray], rows: Int
     base = figures.get(name, figures["output_tokens_per_s"])[rows]
     if name.endswith("per_device"):
         base = base / context.kinds.total(context.settings.devices)[rows]
-    longest = max(load.longest for load in map(context.draw, context.serve.loads))
+    longest = max(load.longest for load in context.loads)
     full = context.kinds.total(np.where(context.memory.cache_tokens < longest, 1.0, 0.0))[rows] > 0
     return rows[np.lexsort((-base if name in RATES else base, full))[:limit]]

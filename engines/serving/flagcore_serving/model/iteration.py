@@ -4,7 +4,7 @@ The times of matrix products, small kernels and messages depend only on the numb
 table over a grid of token counts. Attention adds a time per cached token that is read, and per query-key pair.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from flagcore_models.layers import (
@@ -91,7 +91,7 @@ class IterationCosts:
 
     def bytes_of(self, row: int) -> bytes:
         """Return all times of a candidate, to compare candidates."""
-        return b"".join(getattr(self, each.name)[row].tobytes() for each in fields(self))
+        return b"".join([getattr(self, name)[row].tobytes() for name in self.__slots__])
 
 
 def interpolate(table: FloatArray, tokens: FloatArray) -> FloatArray:

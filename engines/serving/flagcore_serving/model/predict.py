@@ -18,6 +18,7 @@ from flagcore_serving.model.attention import REFERENCE_TOKENS
 from flagcore_serving.model.candidates import Candidates, expected_figures, time_parts
 from flagcore_serving.model.iteration import NODES, IterationCosts, at_counts, iteration_costs
 from flagcore_serving.model.memory import ServingMemory, serving_memory
+from flagcore_serving.model.simulated_load import SimulatedLoad
 from flagcore_serving.model.speculation import drafts, uncertainty
 from flagcore_serving.model.tiers import tiers_of
 from flagcore_serving.model.vision import encoder_costs
@@ -89,12 +90,13 @@ def predict(
     settings = settings.encoding(kinds.role == ENCODES)
     if not costs.synchronous:
         settings = replace(settings, crowding=crowding(task, kinds, settings))
-    serving, vision = serving_of(task, costs.kernels, overheads, draft), task.spec.model.vision
+    serving, vision, serve = serving_of(task, costs.kernels, overheads, draft), task.spec.model.vision, task.spec.serve
     memory, times = _memory_and_times(task, serving, settings, costs)
     encoder = None if vision is None else encoder_costs(vision, serving, settings, costs)
     context = Candidates(
         kinds=kinds,
         task=task,
+        loads=[SimulatedLoad.draw(load, vision, prefix_aware=serve.prefix_aware) for load in serve.loads],
         settings=settings,
         memory=memory,
         times=times,
@@ -116,7 +118,7 @@ def predict(
     on_host = np.zeros(kinds.size)
     np.maximum.at(on_host, kinds.owner, settings.experts_on_host)
     width_factor = np.where(unmeasured | (loads > 0.0) | (on_host > 0.0), WIDTH_FACTOR, 1.0)
-    width_factor = width_factor * np.maximum.reduceat(uncertainty(task.spec.serve.loads, settings), kinds.first_rows)
+    width_factor = width_factor * np.maximum.reduceat(uncertainty(serve.loads, settings), kinds.first_rows)
     width_factor = width_factor * (NETWORK_FACTOR if costs.assumed_network else 1.0)
     return _predictions(context, figures, costs, width_factor)
 
@@ -212,12 +214,7 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Mo
     weight follow from the size of the file, and the spec's precision is the format of the matrix products.
     """
     model, precision = task.spec.model, task.spec.serve.precision
-    ones, file_bytes = np.ones(1), _file_weight_bytes(task)
-
-    def computes(name: str) -> bool:
-        return bool(np.isfinite(kernels.gemm_seconds(ones, ones, ones, name)).all())
-
-    loads = task.spec.serve.loads
+    loads, file_bytes = task.spec.serve.loads, _file_weight_bytes(task)
     prompt = float(np.mean([load.input_len + load.prefix_len for load in loads]))
     tokens = prompt + float(np.mean([load.output_len for load in loads]))
     group = task.cluster.groups[0]
@@ -229,15 +226,20 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Mo
     host, checkpoint = group.chip.host_bytes_per_second, quantization(task.spec) or Quantization()
     serving = replace(serving, link_domain=group.link_domain, on_bus=on_bus, wide=checkpoint.wide)
     serving = replace(serving, host_rate=host.value if host else HOST_RATE, adapters=AdaptedRequests.of(loads[0]))
-    if precision not in STORED_BYTES and file_bytes is None and computes(precision):
+    if precision not in STORED_BYTES and file_bytes is None and _computes(kernels, precision):
         return serving
-    supported = [name for name in COMPUTE_FORMATS if computes(name)]
+    supported = [name for name in COMPUTE_FORMATS if _computes(kernels, name)]
     stored = {"fp8": 1.0, "mxfp8": 1.0, "int8": 1.0, "nvfp4": 0.5625, "fp4": 0.5625, **STORED_BYTES}
     computed = precision if file_bytes and precision in supported else supported[0] if supported else "bf16"
     if precision in STORED_BYTES and precision in overheads.experts:
         overheads = replace(overheads, experts={computed: overheads.experts[precision]})
     weight_bytes = file_bytes or checkpoint.bytes or stored.get(precision)
     return replace(serving, precision=computed, overheads=overheads, weight_bytes=weight_bytes)
+
+
+def _computes(kernels: KernelCosts, precision: str) -> bool:
+    one = np.ones(1)
+    return bool(np.isfinite(kernels.gemm_seconds(one, one, one, precision)).all())
 
 
 def _file_weight_bytes(task: Task) -> float | None:

@@ -14,12 +14,13 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import pairwise
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
 from flagcore.domain.metrics import PERCENTILES, STATISTICS
 from flagcore.domain.model import Vision
-from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore.domain.space import FloatArray, IntArray
 from flagcore_serving.job import OPEN_LOOP_FLIGHT, Load
 from flagcore_serving.load.figures import MAX_TURNS, TASK_S, TURN_TTFT, statistics_of, widest_limits
 from flagcore_serving.load.images import image_tokens
@@ -335,16 +336,10 @@ class SimulatedLoad:
         return figures | {TASK_S: (self.turn.size * e2e_s + (self.turn.size - count) * self.think_s) / count}
 
     def _ordered(self, order: IntArray, arrivals: FloatArray | None) -> SimulatedLoad:
-        return replace(
-            self,
-            input_len=self.input_len[order],
-            output_len=self.output_len[order],
-            arrivals=None if arrivals is None else arrivals[order],
-            parts=[self.parts[index] for index in order],
-            turn=None if self.turn is None else self.turn[order],
-            wait_s=None if self.wait_s is None else self.wait_s[order],
-            adapters=None if self.adapters is None else self.adapters[order],
-        )
+        names = ("input_len", "output_len", "turn", "wait_s", "adapters")
+        columns: dict[str, Any] = {"arrivals": arrivals, **{name: getattr(self, name) for name in names}}
+        columns = {name: None if column is None else column[order] for name, column in columns.items()}
+        return replace(self, **columns, parts=[self.parts[index] for index in order])
 
     def _hits_of(self, price: Price, lanes: int) -> FloatArray:
         """Return how many prompt tokens of each request on a lane (one of `lanes`) each tier of its prefix cache has.
@@ -477,20 +472,18 @@ class SimulatedLoad:
             # together again. Others join them: while a prompt delays decoding, the prompts of those that ended arrive.
             # If a knob mixes the chunks of prompts with decoding, those of one iteration stay together.
             inputs, outputs = (np.full_like(inputs, length) for length in self.equal)
-        if inputs.size <= MAX_REQUESTS:
-            count, simulated, is_closed = inputs.size, flight, arrivals is None
-        else:
-            is_closed = arrivals is None or not arrivals[-1]
+        count, simulated, is_closed = inputs.size, flight, arrivals is None or not arrivals[-1]
+        if count > MAX_REQUESTS:
             slots = min(price.lane.running, price.lane.cache_tokens / max(float(inputs.mean()), 1.0))
             simulated = int(min(flight, math.ceil(2 * slots) + MIN_WAITING)) if is_closed else flight
-            count = min(inputs.size, max(MAX_REQUESTS, 3 * simulated if is_closed else 0))
+            count = min(count, max(MAX_REQUESTS, 3 * simulated if is_closed else 0))
         lengths = list(zip(inputs[:count].tolist(), outputs[:count].tolist(), strict=True))
         images = [self.images[row] for row in rows] if self.images else ()
-        arrival_times = None if (is_closed and simulated < flight) or arrivals is None else arrivals[:count].tolist()
+        arrival_times = None if simulated < flight or arrivals is None else arrivals[:count].tolist()
         if prefill is None:
-            hits, think_s = self._hits_of(price, lanes)[:, :count], 0.0
-            if self.turn is not None:  # first turns have no think time
-                think_s = self.think_s * float((self.turn > 0).mean())
+            hits = self._hits_of(price, lanes)[:, :count]
+            later = 0.0 if self.turn is None else float((self.turn > 0).mean())
+            think_s = self.think_s * later  # first turns have no think time
             found, loads = hits.sum(axis=0).tolist(), self._loads(price, hits).tolist()
             adapters = self._adapters(price, rows[:count])
             simulation = Simulation(price, lengths, arrival_times, simulated, found, think_s, images, loads, adapters)
@@ -518,13 +511,14 @@ _drawn = lru_cache(maxsize=256)(SimulatedLoad.draw)
 def figures_of(times: RequestTimes, lanes: float, slo: Mapping[str, float]) -> dict[str, float]:
     """Return rates and statistics of latencies by name, as `flagcore_serving.load.figures` defines them."""
     rate = lanes * times.count / max(times.seconds, 1e-9)
-    has_tpot = ~np.isnan(times.tpot)
-    good_share = float(_meets_limits(times, has_tpot, slo).mean())
+    has_tpot, widest = ~np.isnan(times.tpot), widest_limits(slo)
+    by_request = {"ttft_s": times.ttft, "tpot_s": np.nan_to_num(times.tpot), "e2e_s": times.e2e}
+    good_share = np.all([by_request[name] <= widest[name] for name in by_request.keys() & widest], axis=0).mean()
     figures = {
         "output_tokens_per_s": times.output_len * rate,
         "total_tokens_per_s": (times.input_len + times.output_len) * rate,
         "requests_per_s": rate,
-        "goodput_requests_per_s": good_share * rate,
+        "goodput_requests_per_s": float(good_share) * rate,
     }
     for name, values, weights in (
         ("ttft_s", times.ttft, None),
@@ -548,14 +542,3 @@ def _statistics(values: FloatArray, weights: FloatArray | None) -> dict[str, flo
     indices = np.minimum(np.searchsorted(cumulative, shares * cumulative[-1]), values.size - 1)
     mean = (values * weights).sum() / weights.sum()
     return dict(zip(STATISTICS, map(float, (mean, *values[order][indices])), strict=True))
-
-
-def _meets_limits(times: RequestTimes, has_tpot: BoolArray, slo: Mapping[str, float]) -> BoolArray:
-    """Return a mask of the requests that meet all limits. Of several limits on one latency, the widest counts."""
-    widest = widest_limits(slo)
-    is_good = np.ones(times.ttft.size, dtype=np.bool_)
-    tpot = np.where(has_tpot, times.tpot, 0.0)
-    for name, values in (("ttft_s", times.ttft), ("tpot_s", tpot), ("e2e_s", times.e2e)):
-        if name in widest:
-            is_good &= values <= widest[name]
-    return is_good

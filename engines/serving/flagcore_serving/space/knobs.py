@@ -10,7 +10,7 @@ from flagcore_models.layers import attention_counts
 from flagcore_models.mixers.latent_attention import LatentAttention
 
 from flagcore.domain.knob import SHARES, Flag, Knob
-from flagcore.domain.space import Axis, Columns, FloatArray, IntArray, KnobValue
+from flagcore.domain.space import Axis, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import AUTO, Task, is_rate
 from flagcore.errors import SpecError
 from flagcore.spec.plain_data import package_yaml
@@ -135,37 +135,6 @@ def code(knob: Knob, value: KnobValue) -> int:
     return words.index(value) + 1 if isinstance(value, str) else value or 0
 
 
-def tower_shares(columns: Columns, *, loaded: bool = True) -> FloatArray:
-    """Return the number of ranks that split the vision tower's weights, or infinity if the tower is not `loaded`."""
-    tensor = columns[TP].astype(np.float64)
-    is_whole = columns[TOWER] == 1 + COMMON[TOWER]["words"].index("data")
-    return np.where(is_whole, 1.0, tensor) if loaded else np.full_like(tensor, np.inf)
-
-
-def exchange_settings(
-    task: Task, columns: Columns, knobs: Sequence[Knob], exchanges: Mapping[str, Sequence[str] | None]
-) -> dict[str, Any]:
-    """Return the fields of `Settings` for the exchange of tokens between attention ranks and experts.
-
-    If the knob EXCHANGE is not set, all attention ranks gather all tokens, unless the vendor's build of the engine has
-    an exchange of its own for instances on several hosts. `exchanges`: as in `Program`.
-    """
-    words = ("", *next(knob.words for knob in knobs if knob.name == EXCHANGE))
-    gathering, direct, forwarded = (
-        [code for code, word in enumerate(words) if word.endswith(ends)] for ends in (GATHERING, DIRECT, FORWARDED)
-    )
-    codes, has_own = columns[EXCHANGE], exchanges.get(task.cluster.groups[0].chip.vendor, ()) is None
-    several_hosts = columns[TP] * columns[DP] > Hardware.of(task).per_host
-    uses_library = np.where(codes == 0, several_hosts & has_own, ~np.isin(codes, gathering))
-    return {
-        "exchanges": uses_library & (columns[DP] > 1) & (columns[EP] > 1),
-        "direct": np.select([np.isin(codes, direct), np.isin(codes, forwarded)], [1.0, 0.0], np.nan),
-        "overlaps": uses_library & (columns[OVERLAP] == 1),
-        "copies": columns[REDUNDANT],
-        "balanced": (columns[BALANCING] == 1) | (columns[REDUNDANT] > 0),
-    }
-
-
 def or_default(codes: IntArray, default: IntArray | int) -> IntArray:
     """Return the values of a numeric knob's column `codes`, with `default` where the knob is not set."""
     return np.where(codes > 0, codes, default)
@@ -258,10 +227,6 @@ REDUNDANT, BALANCING = placement.COPIES
 RECIPE_SHARE = "0.84"
 """SGLang's share of memory in recipes for wide expert parallelism: 0.82 to 0.85 (lmsys.org, 2025-05-05;
 ishandhanani/srt-slurm @f64d2b9f). Its default would leave no cache, because it grows with the prefill chunk."""
-GATHERING = ("none", "naive", "allgather_reducescatter")
-DIRECT, FORWARDED = ("low_latency", "nixl_ep"), "high_throughput"
-"""Ends of the values of EXCHANGE with which all attention ranks gather all tokens, and with which each token is sent to
-the ranks of its experts, or once to each of their hosts."""
 EXTENSIBLE = (BACKEND, MOE, QUANTIZATION, SPECULATION)
 """Knobs for which some builds of an engine register more values. `engine_args` may contain such values, a space may
 not."""

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import TypeAlias
 
 import numpy as np
@@ -72,12 +73,9 @@ def roles(word: str) -> Roles:
     if not all(matches) or not (len(matches) == 2 or (encoders and len(matches) == 1)):
         raise ValueError(word)
     kinds = (PREFILL, DECODE) if len(matches) == 2 else ("",)
-    sizes = [
-        dict(zip(("count", *SPLITS), (int(size or 1) for size in each.groups()), strict=True))
-        for each in matches
-        if each
-    ]
-    parts = [Role(**each, kind=kind) for each, kind in zip(sizes, kinds, strict=True)]
+    sizes = [[int(size or 1) for size in each.groups()] for each in matches if each]
+    named = (dict(zip(("count", *SPLITS), each, strict=True)) for each in sizes)
+    parts = [Role(**each, kind=kind) for each, kind in zip(named, kinds, strict=True)]
     parts += [Role(int(encoders[1]), kind=ENCODE)] if encoders else []
     if min(*(getattr(each, name) for each in parts for name in ("count", *SPLITS))) < 1:
         raise ValueError(word)
@@ -166,40 +164,42 @@ def _with_encoders(task: Task) -> tuple[str, ...]:
     words = list[str]()
     for step in range((hardware.cards // 2).bit_length()):
         rest = hardware.cards - (1 << step)
-        widths = [1 << each for each in range(rest.bit_length())]
-        usual = [each for each in widths if smallest <= 2 * each and each <= max(hardware.per_host, smallest)]
+        widths = _widths(rest, hardware.per_host, smallest)
         apart = _all_divisions(rest, hardware.per_host, False, bool(model.experts), smallest)
-        both = [f"{rest // width}xtp{width}" for width in usual if rest % width == 0]
+        both = [f"{rest // width}xtp{width}" for width in widths if rest % width == 0]
         words += [f"{1 << step}xenc+{word}" for word in (*both, *apart)]
     return tuple(words)
+
+
+def _widths(most: int, per_host: int, smallest: int) -> list[int]:
+    """Return the sizes of instances up to `most` devices: powers of two, at least half of `smallest`, that span hosts
+    only if they do not fit on one."""
+    widths = (1 << step for step in range(most.bit_length()))
+    return [each for each in widths if smallest <= 2 * each and each <= max(per_host, smallest)]
 
 
 @lru_cache(maxsize=16)
 def _all_divisions(cards: int, per_host: int, on_cores: bool, has_experts: bool, smallest: int) -> tuple[str, ...]:
     """Return the ways to divide `cards` devices into prefill and decode instances without room for another instance.
 
-    The size of an instance is a power of two and at least half of `smallest`. An instance spans hosts only if it does
-    not fit on one. If the model has experts, an instance may also split them, with tensor parallelism or with one
-    attention DP group per device.
+    If the model has experts, an instance may also split them, with tensor parallelism or with one attention DP group
+    per device. Sizes are those of `_widths`.
     """
-    widths = [1 << step for step in range(cards.bit_length()) if 1 << step < cards]
-    usual = [each for each in widths if smallest <= 2 * each and each <= max(per_host, smallest)]
-    layouts = [Role(1)] if on_cores else [Role(1, width) for width in usual]
+    widths = _widths(cards - 1, per_host, smallest)
+    layouts, wide = [Role(1)] if on_cores else [Role(1, width) for width in widths], list[str]()
     if has_experts and not on_cores:
-        layouts += [Role(1, width, ep=width) for width in usual if width > 1]
-        layouts += [Role(1, dp=width, ep=width) for width in usual if width > 1]
+        layouts += [Role(1, width, ep=width) for width in widths if width > 1]
+        layouts += [Role(1, dp=width, ep=width) for width in widths if width > 1]
+        wide = _wide_divisions(cards, per_host)
     divisions = list[str]()
-    for first in layouts:
-        for second in layouts:
-            counts = range(1, (cards - second.devices) // first.devices + 1)
-            for number in counts if len(counts) <= MAX_COUNTS else _spread(counts):
-                second_count = (cards - number * first.devices) // second.devices
-                unused_devices = cards - number * first.devices - second_count * second.devices
-                if second_count and unused_devices < min(first.devices, second.devices):
-                    divisions.append(f"{number}x{str(first)[2:]}+{second_count}x{str(second)[2:]}")
-    return tuple(
-        dict.fromkeys([*divisions, *(_wide_divisions(cards, per_host) if has_experts and not on_cores else ())])
-    )
+    for first, second in product(layouts, repeat=2):
+        counts = range(1, (cards - second.devices) // first.devices + 1)
+        for number in counts if len(counts) <= MAX_COUNTS else _spread(counts):
+            rest = cards - number * first.devices
+            second_count, unused_devices = divmod(rest, second.devices)
+            if second_count and unused_devices < min(first.devices, second.devices):
+                divisions.append(f"{number}x{str(first)[2:]}+{second_count}x{str(second)[2:]}")
+    return tuple(dict.fromkeys([*divisions, *wide]))
 
 
 def _wide_divisions(cards: int, per_host: int) -> list[str]:

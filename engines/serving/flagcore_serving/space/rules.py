@@ -32,6 +32,8 @@ from flagcore_serving.space.knobs import (
     DRAFTED,
     EXCHANGE,
     PREFILL_EXCHANGE,
+    REDUNDANT,
+    SHARING,
     SPECULATION,
     TOWER,
     TRANSFER,
@@ -42,15 +44,27 @@ from flagcore_serving.space.roles import SPLITS
 from flagcore_serving.space.weights import EXPERTS, context_limit, quantization
 
 NAMES = {
+    "INSTANCES": INSTANCES,
+    "PREFILL_DECODE": PREFILL_DECODE,
+    "TP": TP,
+    "PP": PP,
+    "DP": DP,
+    "EP": EP,
     "CONTEXT": CONTEXT,
     "DRAFTED": DRAFTED,
-    "EP": EP,
-    "PP": PP,
-    "PREFILL_DECODE": PREFILL_DECODE,
+    "EXCHANGE": EXCHANGE,
+    "REDUNDANT": REDUNDANT,
+    "SHARING": SHARING,
     "SPECULATION": SPECULATION,
-    "TP": TP,
 }
 """The names of knobs in messages of rules, by their fields."""
+
+
+def rule(
+    name: str, knobs: tuple[str, ...], text: str, broken: Callable[[Columns], BoolArray], /, **values: object
+) -> Rule:
+    """Return a legality rule. `text`: the template of its message, with NAMES and `values` as fields."""
+    return Rule(name=name, knobs=knobs, message=Message(text, **NAMES, **values), broken=broken)
 
 
 def split_rules(
@@ -63,18 +77,16 @@ def split_rules(
     """
     hardware, model = Hardware.of(task), task.spec.model
     knobs = (INSTANCES, TP, *((PP,) if pipeline else ()), *((DP,) if attention_and_experts else ()))
-    cards = Rule(
-        name="cards",
-        knobs=knobs,
-        message=Message("{knobs} must not exceed the {cards} devices", knobs=" x ".join(knobs), cards=hardware.cards),
-        broken=lambda c: np.prod([c[knob] for knob in knobs], axis=0) > hardware.cards,
+    cards = rule(
+        "cards",
+        knobs,
+        N_("{knobs} must not exceed the {cards} devices"),
+        lambda c: np.prod([c[knob] for knob in knobs], axis=0) > hardware.cards,
+        knobs=" x ".join(knobs),
+        cards=hardware.cards,
     )
-    layers = Rule(
-        name="pipeline_layers",
-        knobs=(PP,),
-        message=Message("{PP} must not exceed num_layers = {num_layers}", **NAMES, num_layers=model.num_layers),
-        broken=lambda c: c[PP] > model.num_layers,
-    )
+    text = N_("{PP} must not exceed num_layers = {num_layers}")
+    layers = rule("pipeline_layers", (PP,), text, lambda c: c[PP] > model.num_layers, num_layers=model.num_layers)
     return (
         cards,
         *_hosts(hardware, knobs, span),
@@ -99,8 +111,7 @@ def _hosts(hardware: Hardware, knobs: tuple[str, ...], span: bool) -> tuple[Rule
     text = N_("an instance must fit on a host of {devices} devices")
     if span:
         text = N_("an instance must fit on a host of {devices} devices, or use all devices of several hosts")
-    limit = Message(text, devices=hardware.per_host)
-    return (Rule(name="hosts", knobs=knobs, message=limit, broken=misplaced),)
+    return (rule("hosts", knobs, text, misplaced, devices=hardware.per_host),)
 
 
 def forbidden(task: Task, program: Program) -> tuple[Rule, ...]:
@@ -155,7 +166,7 @@ def _forbidden(program: Program, name: str, item: Mapping[str, Any]) -> Rule:
         return np.asarray(np.any(case_holds, axis=0))
 
     knobs = tuple(dict.fromkeys(knob for case in cases for knob in case))
-    return Rule(name=name, knobs=knobs, message=Message(item["message"]), broken=broken)
+    return rule(name, knobs, item["message"], broken)
 
 
 def _condition(program: Program, knob: str, wanted: Any) -> Callable[[IntArray], BoolArray]:
@@ -174,27 +185,27 @@ def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
     heads = math.gcd(*(each.heads for each in attention_counts(model)))
     linear_heads = math.gcd(*(each.heads for each in other_mixers(model)))
     return (
-        Rule(
-            name="attention_heads",
-            knobs=(TP,),
-            message=Message("{TP} must divide num_attention_heads = {heads}", **NAMES, heads=heads),
-            broken=lambda c: (c[TP] > 0) & (heads % c[TP].clip(1) != 0),
+        rule(
+            "attention_heads",
+            (TP,),
+            N_("{TP} must divide num_attention_heads = {heads}"),
+            lambda c: (c[TP] > 0) & (heads % c[TP].clip(1) != 0),
+            heads=heads,
         ),
         *_query_groups(model),
-        Rule(
-            name="linear_heads",
-            knobs=(TP,),
-            message=Message(
-                "{TP} must divide linear_num_key_heads = {linear_heads}", **NAMES, linear_heads=linear_heads
-            ),
-            broken=lambda c: linear_heads % c[TP].clip(1) != 0,
+        rule(
+            "linear_heads",
+            (TP,),
+            N_("{TP} must divide linear_num_key_heads = {linear_heads}"),
+            lambda c: linear_heads % c[TP].clip(1) != 0,
+            linear_heads=linear_heads,
         ),
         *_quantized_blocks(task),
-        Rule(
-            name="experts_exist",
-            knobs=(EP,),
-            message=Message("{EP} > 1 needs a model with experts", **NAMES),
-            broken=lambda c: (c[EP] > 1) & (model.experts == 0),
+        rule(
+            "experts_exist",
+            (EP,),
+            N_("{EP} > 1 needs a model with experts"),
+            lambda c: (c[EP] > 1) & (model.experts == 0),
         ),
     )
 
@@ -210,8 +221,7 @@ def _query_groups(model: Model) -> tuple[Rule, ...]:
         tensor = c[TP].clip(1)
         return np.asarray(np.any([(each % tensor != 0) & (tensor % each != 0) for each in groups], axis=0))
 
-    message = Message(text, **NAMES, groups=", ".join(map(str, groups)))
-    return (Rule(name="query_groups", knobs=(TP,), message=message, broken=broken),)
+    return (rule("query_groups", (TP,), text, broken, groups=", ".join(map(str, groups))),)
 
 
 def _quantized_blocks(task: Task) -> tuple[Rule, ...]:
@@ -235,8 +245,7 @@ def _quantized_blocks(task: Task) -> tuple[Rule, ...]:
 
     parts = ", ".join(f"{width:,}" for width in dict.fromkeys(each.inputs for each in split))
     text = N_("a device's share of the layers' width ({parts}) must be a multiple of {block}, the block of the weights")
-    message = Message(text, parts=parts, block=block)
-    return (Rule(name="quantized_blocks", knobs=(TP, DP, EP), message=message, broken=broken),)
+    return (rule("quantized_blocks", (TP, DP, EP), text, broken, parts=parts, block=block),)
 
 
 _NO_TEXT = ("is-embedding", "embedding", "embeddings", "rerank", "reranking")
@@ -336,13 +345,12 @@ def context_rules(task: Task) -> tuple[Rule, ...]:
     check_images(task)
     loads, limit = task.spec.serve.loads, context_limit(task.spec)
     longest, longest_counted = longest_request(task), longest_request(task, estimated=False)
-    fits = Rule(
-        name="context_length",
-        knobs=(CONTEXT,),
-        message=Message(
-            "{CONTEXT} must be at least {longest}, the tokens of the longest request", **NAMES, longest=longest
-        ),
-        broken=lambda c: (c[CONTEXT] > 0) & (c[CONTEXT] < longest),
+    fits = rule(
+        "context_length",
+        (CONTEXT,),
+        N_("{CONTEXT} must be at least {longest}, the tokens of the longest request"),
+        lambda c: (c[CONTEXT] > 0) & (c[CONTEXT] < longest),
+        longest=longest,
     )
     if limit is None:
         return (fits,)
@@ -354,11 +362,8 @@ def context_rules(task: Task) -> tuple[Rule, ...]:
         problem = f"leads to a request of {longest_counted} tokens, prompt and answer, which exceed {text}"
         fix = "shorten the requests, or extend the context with the engine's flags for rope scaling"
         raise SpecError(key=f"serve.profile.{key}", value=getattr(loads[0], key), problem=problem, fix=fix)
-    exceeds = Rule(
-        name="model_context",
-        knobs=(CONTEXT,),
-        message=Message("{CONTEXT} must not exceed {text}", **NAMES, text=text),
-        broken=lambda c: c[CONTEXT] > limit,
+    exceeds = rule(
+        "model_context", (CONTEXT,), N_("{CONTEXT} must not exceed {text}"), lambda c: c[CONTEXT] > limit, text=text
     )
     return fits, exceeds
 
@@ -374,37 +379,30 @@ def speculation_rules(
     drafts, layers = [program.code(SPECULATION, word) for word in need_model], program.code(SPECULATION, own_layers)
     has_model = model_flag in program.parse(task.spec).others
     longest = longest_request(task)
-    too_long = Rule(
-        name="drafts_in_context",
-        knobs=(DRAFTED,),
-        message=Message(
-            "{DRAFTED} must be less than {longest}, the tokens of the longest request", **NAMES, longest=longest
-        ),
-        broken=lambda c: c[DRAFTED] >= longest,
+    too_long = rule(
+        "drafts_in_context",
+        (DRAFTED,),
+        N_("{DRAFTED} must be less than {longest}, the tokens of the longest request"),
+        lambda c: c[DRAFTED] >= longest,
+        longest=longest,
     )
-    needs_draft = Rule(
-        name="speculation_needs_a_draft",
-        knobs=(SPECULATION,),
-        message=Message(
-            "{SPECULATION} = {words} needs {model_flag} in serve.engine_args",
-            **NAMES,
-            words=", ".join(need_model),
-            model_flag=model_flag,
-        ),
-        broken=lambda c: np.isin(c[SPECULATION], drafts) & (not has_model),
+    needs_draft = rule(
+        "speculation_needs_a_draft",
+        (SPECULATION,),
+        N_("{SPECULATION} = {words} needs {model_flag} in serve.engine_args"),
+        lambda c: np.isin(c[SPECULATION], drafts) & (not has_model),
+        words=", ".join(need_model),
+        model_flag=model_flag,
     )
     return (
         *([too_long] if any(knob.name == DRAFTED for knob in program.knobs) else []),
         *([needs_draft] if need_model else []),
-        Rule(
-            name="no_prediction_layers",
-            knobs=(SPECULATION,),
-            message=Message(
-                "{SPECULATION} = {own_layers} needs a model with multi-token prediction (model.mtp_num_layers)",
-                **NAMES,
-                own_layers=own_layers,
-            ),
-            broken=lambda c: (c[SPECULATION] == layers) & (task.spec.model.mtp_num_layers == 0),
+        rule(
+            "no_prediction_layers",
+            (SPECULATION,),
+            N_("{SPECULATION} = {own_layers} needs a model with multi-token prediction (model.mtp_num_layers)"),
+            lambda c: (c[SPECULATION] == layers) & (task.spec.model.mtp_num_layers == 0),
+            own_layers=own_layers,
         ),
     )
 
@@ -423,7 +421,7 @@ def block_rule(program: Program, knob: str, message: str, is_bad: Callable[[IntA
             bad = np.where(c[BACKEND] == backend, ~np.isin(c[knob], sizes), bad)
         return (c[knob] > 0) & bad
 
-    return Rule(name=knob, knobs=(knob, BACKEND), message=Message(message, knob=knob), broken=broken)
+    return rule(knob, (knob, BACKEND), message, broken, knob=knob)
 
 
 def no_drafts() -> Merge:

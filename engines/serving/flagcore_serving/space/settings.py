@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -11,14 +12,20 @@ import numpy as np
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import Task
 from flagcore_serving.job import EngineArg
-from flagcore_serving.space import knobs as common_knobs
-from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, TP, longest_request
+from flagcore_serving.space import knobs
+from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest_request
+from flagcore_serving.space.program import Program
 
 TIERS = ("host", "disk", "store")
 """Tiers of the cache behind the devices, the fastest first: the host's memory, its disks, and a shared store."""
 
 GRAPH_TOKENS = 512
 """The largest batch, in tokens, that engines capture as a graph by default."""
+
+GATHERING = ("none", "naive", "allgather_reducescatter")
+DIRECT, FORWARDED = ("low_latency", "nixl_ep"), "high_throughput"
+"""Ends of the values of EXCHANGE with which all attention ranks gather all tokens, and with which each token is sent to
+the ranks of its experts, or once to each of their hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,55 +132,31 @@ class Settings:
     crowding: FloatArray
 
     @classmethod
-    def of(cls, task: Task, columns: Columns, **of_engine: IntArray | FloatArray | BoolArray) -> Settings:
-        """Return the settings in `of_engine`, completed with the common knobs in `columns` and with defaults.
+    def of(
+        cls,
+        task: Task,
+        columns: Columns,
+        program: Program | None = None,
+        **of_engine: IntArray | FloatArray | BoolArray,
+    ) -> Settings:
+        """Return the settings in `of_engine`, completed with the common knobs in `columns` and with USUAL values.
 
-        By default prompts are chunked, no graphs are captured, the cache takes a share of the memory, all layers are on
-        devices, and the tensor ranks split the vision tower.
+        `program`: also adds what follows from its knobs for the cache, drafts, weights, images and experts, if it has
+        them; `columns` are then those of `Program.columns`.
         """
         ones = np.ones_like(columns[INSTANCES])
-        unknown = np.full(ones.shape, np.nan)
-        tensor, pipeline, data, expert = (
-            np.maximum(columns.get(knob, ones).astype(np.float64), 1.0) for knob in (TP, PP, DP, EP)
-        )
-        context = columns.get(common_knobs.CONTEXT, 0 * ones)
-        common_settings: dict[str, Any] = {
+        names = {"tensor": TP, "pipeline": PP, "data": DP, "expert": EP, "sharing": knobs.SHARING}
+        sizes = {name: np.maximum(columns.get(knob, ones), 1).astype(np.float64) for name, knob in names.items()}
+        common: dict[str, Any] = {
+            **{name: np.full(ones.shape, value) for name, value in USUAL.items()},
+            **sizes,
             "instances": columns[INSTANCES],
-            "devices": (tensor * pipeline * data).astype(np.int64),
-            "tensor": tensor,
-            "pipeline": pipeline,
-            "data": data,
-            "expert": expert,
-            "block_size": ones,
-            "context_len": common_knobs.or_default(context, longest_request(task)),
-            "chunked": ones,
-            "graph_tokens": 0 * ones,
-            "whole": unknown,
-            "prefix_caching": columns.get(common_knobs.PREFIX, 0 * ones),
-            "memory_fraction": unknown,
-            "cache_bytes": unknown,
-            "graph_bytes": unknown,
-            "least_cache": np.zeros(ones.shape),
-            "offloaded": np.zeros(ones.shape),
-            "experts_on_host": np.zeros(ones.shape),
-            "state_share": np.zeros(ones.shape),
-            "state_slots": np.ones(ones.shape),
-            "on_device": np.ones(ones.shape),
-            "host_s": unknown,
-            **dict.fromkeys(("drafted", "scheme"), 0 * ones),
-            "draft_host_s": np.zeros(ones.shape),
-            "pass_tokens": np.full(ones.shape, np.inf),
-            **dict.fromkeys(("mixed_chunks", "exchanges", "overlaps", "balanced", "quantized", "encodes"), ones < 1),
-            "direct": unknown,
-            "sharing": np.maximum(columns.get(common_knobs.SHARING, ones), 1).astype(np.float64),
-            "copies": 0 * ones,
-            "tower_shares": tensor,
-            **{name: np.zeros(ones.shape) for name in ("host_ratio", *(f"{tier}_cache" for tier in TIERS))},
-            "writes_through": ones > 0,
-            **dict.fromkeys(("adapter_slots", "adapter_rank", "adapters_on_host"), np.zeros(ones.shape)),
-            "crowding": np.ones(ones.shape),
+            "devices": (sizes["tensor"] * sizes["pipeline"] * sizes["data"]).astype(np.int64),
+            "context_len": knobs.or_default(columns.get(knobs.CONTEXT, 0 * ones), longest_request(task)),
+            "prefix_caching": columns.get(knobs.PREFIX, 0 * ones),
+            "tower_shares": sizes["tensor"],
         }
-        return cls(**common_settings | of_engine)
+        return cls(**common | (_of_program(program, task, columns) if program else {}) | of_engine)
 
     def encoding(self, rows: BoolArray) -> Settings:
         """Return the settings of which the instances of some rows only encode: without a cache, graphs or adapters."""
@@ -205,6 +188,60 @@ class Settings:
     def column(self) -> Settings:
         """A copy with arrays of shape (candidates, 1), which broadcast over tables of token counts."""
         return Settings(**{each.name: getattr(self, each.name)[:, None] for each in fields(self)})
+
+
+USUAL: Mapping[str, float] = {
+    **dict.fromkeys(("block_size", "chunked"), 1),
+    **dict.fromkeys(("graph_tokens", "drafted", "scheme", "copies"), 0),
+    **dict.fromkeys(("whole", "memory_fraction", "cache_bytes", "graph_bytes", "host_s", "direct"), math.nan),
+    **dict.fromkeys(("least_cache", "offloaded", "experts_on_host", "state_share", "draft_host_s"), 0.0),
+    **dict.fromkeys(("state_slots", "on_device", "crowding"), 1.0),
+    **dict.fromkeys(("mixed_chunks", "exchanges", "overlaps", "balanced", "quantized", "encodes"), False),
+    **dict.fromkeys(("host_ratio", *(f"{tier}_cache" for tier in TIERS)), 0.0),
+    **dict.fromkeys(("adapter_slots", "adapter_rank", "adapters_on_host"), 0.0),
+    "pass_tokens": math.inf,
+    "writes_through": True,
+}
+"""Values of fields of `Settings` that most engines do not set: prompts are chunked, no graphs are captured, nothing is
+in the memory of the host, and there are no drafts and adapters."""
+
+
+def _of_program(program: Program, task: Task, columns: Columns) -> dict[str, Any]:
+    """Return the fields of `Settings` that knobs of the program set in the same way for all engines."""
+    names, found = {knob.name for knob in program.knobs}, dict[str, Any]()
+    if knobs.KV in names:
+        found["cache_element_bytes"] = program.element_bytes(columns)
+    if knobs.SPECULATION in names:
+        found["scheme"] = program.scheme(task, columns)
+    if knobs.QUANTIZATION in names:
+        found["quantized"] = program.converts_to_fp8(columns)
+    if knobs.TOWER in names:
+        is_whole = columns[knobs.TOWER] == program.code(knobs.TOWER, "data")
+        shares = np.where(is_whole, 1.0, np.maximum(columns[TP], 1).astype(np.float64))
+        found["tower_shares"] = np.full_like(shares, np.inf) if program.text_only(task.spec) else shares
+    return found | (_exchange(program, task, columns) if knobs.EXCHANGE in names else {})
+
+
+def _exchange(program: Program, task: Task, columns: Columns) -> dict[str, Any]:
+    """Return the fields of `Settings` for the exchange of tokens between attention ranks and experts.
+
+    If the knob EXCHANGE is not set, all attention ranks gather all tokens, unless the vendor's build of the engine has
+    an exchange of its own for instances on several hosts.
+    """
+    words = ("", *next(knob.words for knob in program.knobs if knob.name == knobs.EXCHANGE))
+    gathering, direct, forwarded = (
+        [code for code, word in enumerate(words) if word.endswith(ends)] for ends in (GATHERING, DIRECT, FORWARDED)
+    )
+    codes, has_own = columns[knobs.EXCHANGE], program.exchanges.get(task.cluster.groups[0].chip.vendor, ()) is None
+    several_hosts = columns[TP] * columns[DP] > Hardware.of(task).per_host
+    uses_library = np.where(codes == 0, several_hosts & has_own, ~np.isin(codes, gathering))
+    return {
+        "exchanges": uses_library & (columns[DP] > 1) & (columns[EP] > 1),
+        "direct": np.select([np.isin(codes, direct), np.isin(codes, forwarded)], [1.0, 0.0], np.nan),
+        "overlaps": uses_library & (columns[knobs.OVERLAP] == 1),
+        "copies": columns[knobs.REDUNDANT],
+        "balanced": (columns[knobs.BALANCING] == 1) | (columns[knobs.REDUNDANT] > 0),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

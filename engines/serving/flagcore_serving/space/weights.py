@@ -13,6 +13,7 @@ from typing import Any
 from flagcore_importers.programs import strip_dashes
 from flagcore_models.config import context_of
 from flagcore_models.gguf import context_length
+from flagcore_models.keys import section_of
 from flagcore_models.layers import attention_counts, mixer_counts, weights_by_group
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.public import find_public
@@ -120,11 +121,14 @@ def _config(weights: str) -> dict[str, Any]:
 
 
 def _names_quantization(weights: str) -> bool:
-    config = _config(weights)
-    text_config = config.get("text_config")
-    return any(isinstance(part, dict) and part.get("quantization_config") for part in (config, text_config)) or bool(
-        glob.glob(os.path.join(glob.escape(weights), "*quant*_config.json"))
-    )
+    files = glob.iglob(os.path.join(glob.escape(weights), "*quant*_config.json"))
+    return bool(_settings_of(_config(weights))) or any(files)
+
+
+def _settings_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the quantization_config of a config.json, perhaps that of its text model."""
+    key = "quantization_config"
+    return section_of(config, key) or section_of(section_of(config, "text_config"), key)
 
 
 def is_quantized(weights: str) -> bool:
@@ -179,9 +183,7 @@ def quantization(spec: Spec) -> Quantization | None:
         return None
     public = None if os.path.exists(weights) else find_public(weights)
     config = public[0] if public else _config(weights)
-    text = config.get("text_config")
-    found = config.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
-    if not isinstance(found, dict):
+    if not (found := _settings_of(config)):
         return Quantization(block=_GROUP) if public and public[1] == "int4" else None
     sizes = _block_sizes(found)
     is_int4 = format_of_weights(config) == "int4" and found.get("quant_method") != "mxfp4"
@@ -194,10 +196,9 @@ def quantization(spec: Spec) -> Quantization | None:
 
 def _block_sizes(found: Mapping[str, Any]) -> list[int]:
     """Return the columns and rows that share a scale in a quantization_config, or its number of weights in a group."""
-    groups = found.get("config_groups")
-    group = next(iter(groups.values()), None) if isinstance(groups, dict) else None
-    stored = group.get("weights") if isinstance(group, dict) else None
-    stored = stored if isinstance(stored, dict) else found
+    groups = section_of(found, "config_groups")
+    group = section_of(groups, next(iter(groups), ""))
+    stored = section_of(group, "weights") or found
     blocks = stored.get("block_structure") or found.get("weight_block_size") or [stored.get("group_size")]
     return [size for size in blocks if isinstance(size, int) and size > 0] if isinstance(blocks, list) else []
 

@@ -74,26 +74,11 @@ class _Point:
         self.error = max(float(repeat.get("error", 0.0)) for repeat in data["repeats"])
         counts = [repeat.get("completed") for repeat in data["repeats"]]
         self.answered = min(counts) if all(isinstance(each, int) for each in counts) else None
-        self.figures = {
-            name: statistics.median(each[name] for each in repeats)
-            for name in repeats[0]
-            if all(name in each for each in repeats)
-        }
+        names = [name for name in repeats[0] if all(name in each for each in repeats)]
+        self.figures = {name: statistics.median(each[name] for each in repeats) for name in names}
         if highest := task.spec.serve.highest:
             self.figures[HIGHEST_LOAD] = float(self.load[highest])
-        objective = task.spec.objective
-        name = figure_name(objective)
-        if name not in self.figures:
-            raise KeyError(f"{name} was not measured")
-        figures_of_repeats = [
-            each[name] or _minimal_goodput(name, each, count) for each, count in zip(repeats, counts, strict=True)
-        ]
-        if name.startswith(("tpot_s", "itl_s")) and not all(figures_of_repeats):
-            reason = "all tokens of a request arrived together: the client is too slow, or the answers are too short"
-            raise NoMetrics(f"{name} is 0; {reason}")
-        self.steps_s = tuple(seconds(objective, figure) for figure in figures_of_repeats)
-        if not all(math.isfinite(step) and step > 0 for step in self.steps_s):
-            raise ValueError(f"{name} is not a positive number")
+        self.steps_s = _steps_s(task.spec.objective, repeats, counts)
         self.step_s = statistics.median(self.steps_s)
         excess = {name: self.figures.get(name, math.inf) / limit for name, limit in task.spec.work.slo.items()}
         self.excess = max(1.0, *excess.values()) if excess else 1.0
@@ -104,6 +89,22 @@ class _Point:
     def as_record(self) -> dict[str, Any]:
         load = {key: self.load[key] for key in LOAD_KEYS if self.load.get(key) is not None}
         return load | ({} if self.answered is None else {"answered": self.answered}) | self.figures
+
+
+def _steps_s(objective: str, repeats: Sequence[Mapping[str, float]], counts: Sequence[object]) -> tuple[float, ...]:
+    """Return the objective of each repeat in seconds. `counts`: the answers of each repeat. Raises NoMetrics and
+    INVALID_METRICS."""
+    name = figure_name(objective)
+    if not all(name in each for each in repeats):
+        raise KeyError(f"{name} was not measured")
+    figures = [each[name] or _minimal_goodput(name, each, count) for each, count in zip(repeats, counts, strict=True)]
+    if name.startswith(("tpot_s", "itl_s")) and not all(figures):
+        reason = "all tokens of a request arrived together: the client is too slow, or the answers are too short"
+        raise NoMetrics(f"{name} is 0; {reason}")
+    steps_s = tuple(seconds(objective, figure) for figure in figures)
+    if not all(math.isfinite(step) and step > 0 for step in steps_s):
+        raise ValueError(f"{name} is not a positive number")
+    return steps_s
 
 
 def _minimal_goodput(name: str, figures: Mapping[str, float], answer_count: object) -> float:
@@ -152,20 +153,28 @@ def with_measured_acceptance(task: Task, trials: Sequence[Trial], schemes: Mappi
     found: dict[str, list[Rates]] = {}
     for trial in trials:
         values = trial.candidate.as_dict()
-        drafted, figures = values.get(DRAFTED), trial.measurement.figures if trial.measurement else {}
-        if trial.state is TrialState.MEASURED and isinstance(drafted, int) and drafted > 0:
-            positions = [figures.get(ACCEPTED_AT.format(position=place + 1)) for place in range(drafted)]
-            scheme = schemes.get(str(values.get(SPECULATION)), "")
-            if scheme in USUAL and all(each is not None for each in positions):
-                found.setdefault(scheme, []).append(tuple(float(each or 0.0) for each in positions))
-            elif (tokens := _tokens_per_iteration(figures)) is not None:
-                found.setdefault(scheme, []).append((acceptance(tokens, drafted),))
+        drafted, scheme = values.get(DRAFTED), schemes.get(str(values.get(SPECULATION)), "")
+        if trial.state is not TrialState.MEASURED or trial.measurement is None or not isinstance(drafted, int):
+            continue
+        if rates := _rates(trial.measurement.figures, drafted, scheme):
+            found.setdefault(scheme, []).append(rates)
     if not found:
         return task
     known = {scheme: _median(each) for scheme, each in found.items()}
     serve = task.spec.serve
     loads = tuple(replace(load, acceptance=tuple({**dict(load.acceptance), **known}.items())) for load in serve.loads)
     return replace(task, spec=replace(task.spec, work=replace(serve, loads=loads)))
+
+
+def _rates(figures: Mapping[str, float], drafted: int, scheme: str) -> Rates:
+    """Return the measured acceptance of a scheme: by position if it is known, else one rate. Empty without any."""
+    if drafted <= 0:
+        return ()
+    positions = [figures.get(ACCEPTED_AT.format(position=place + 1)) for place in range(drafted)]
+    if scheme in USUAL and None not in positions:
+        return tuple(float(each or 0.0) for each in positions)
+    tokens = _tokens_per_iteration(figures)
+    return () if tokens is None else (acceptance(tokens, drafted),)
 
 
 def _median(measured: Sequence[Rates]) -> Rates:

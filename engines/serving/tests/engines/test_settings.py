@@ -1,11 +1,19 @@
-"""Each flag and variable of a known release has a class, and what predictions leave out is named."""
+"""Each flag and variable of a known release has a class, and what predictions leave out is named. What a checkpoint and
+the layers of a model require of candidates: blocks, states, graphs, a baseline that fits."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
+from flagcore_serving.space.weights import ATTENTION, DENSE, SHARED, Quantization, context_limit, quantization
 
-from engines.serving.tests.engines.tasks import engine_of, planned, settings
+from engines.models.tests.examples import mixed
+from engines.serving.tests.engines.tasks import engine_of, planned, server, settings
+from flagcore import api
+from tests.product.tasks import DENSE as MODEL
 
 ENGINES = ("vllm", "sglang", "lmdeploy", "llamacpp")
 
@@ -85,3 +93,134 @@ def test_a_vision_tower_that_is_not_loaded_changes_nothing(
         ("model.vision_config", "")
     ] * left_out
     assert bool(np.isinf(settings(job).tower_shares[0])) == left_out
+
+
+PROFILE = {"input_len": 1024, "output_len": 256, "concurrency": 64}
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+GROUPS = {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}}
+V3 = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "max_position_embeddings": 163840,
+    "quantization_config": BLOCKS,
+}
+
+
+def estimate(model: str, chip: str, devices: int, space: dict[str, Any] | None = None, **serve: Any) -> api.Estimate:
+    data = {
+        "model": model,
+        "cluster": {"chip": chip, "devices_per_node": devices},
+        "serve": {"engine": "vllm", "profile": PROFILE, **serve},
+    }
+    return api.estimate({**data, "auto_tuner": {"space": {"instances": [1], **space}}} if space else data)
+
+
+def values(found: api.Estimate, *knobs: str) -> set[tuple[Any, ...]]:
+    """The values of `knobs` of the candidates that fit."""
+    fitting = [each["candidate"] for each in found.candidates if each["memory"]["fits"]]
+    return {tuple(candidate.get(knob) for knob in knobs) for candidate in fitting}
+
+
+def test_a_shard_of_quantized_weights_is_made_of_whole_blocks() -> None:
+    sizes = {"tensor_model_parallel_size": [4, 8], "expert_model_parallel_size": [1, 8]}
+    found = estimate("Qwen/Qwen3-235B-A22B-FP8", "H20", 8, sizes, precision="fp8", engine_version="0.19.0")
+    assert values(found, *sizes) == {(4, 1), (8, 8)}  # 1536 / 8 = 192 is no multiple of 128
+    assert found.counts.illegal["quantized_blocks"] == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (BLOCKS, Quantization(block=128)),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": GROUPS, "ignore": ["re:.*self_attn.*"]},
+            Quantization(block=32, bytes=0.5625, wide=frozenset([ATTENTION])),
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "modules_to_not_convert": ["mlp.shared_experts"]},
+            Quantization(block=128, wide=frozenset([SHARED])),
+        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": -1}, Quantization()),
+        ({"quant_method": "fp8", "ignored_layers": ["model.layers.0.mlp.down_proj"]}, Quantization(wide={DENSE})),
+        ({"quant_method": "fp8", "ignore": ["re:(a+)+$", "re:["]}, Quantization()),
+        (None, None),
+    ],
+)
+def test_the_scales_and_the_wide_parts_of_a_checkpoint_are_read(
+    tmp_path: Path, config: dict[str, Any] | None, expected: Quantization | None
+) -> None:
+    content = {"quantization_config": config} if config else {}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert quantization(planned("vllm", weights=str(tmp_path)).spec) == expected
+
+
+def test_a_public_name_has_the_context_and_the_format_of_its_checkpoint() -> None:
+    thinking = planned("vllm", weights="moonshotai/Kimi-K2-Thinking").spec
+    assert context_limit(thinking) == 262144
+    assert quantization(thinking) == Quantization(block=32, bytes=0.5625, wide={ATTENTION, DENSE, SHARED})
+
+
+def test_sequences_in_captured_graphs_need_a_state_each() -> None:
+    space = {"tensor_model_parallel_size": [1], "max_num_seqs": [None, 256, 512]}
+    found = estimate("Qwen/Qwen3.6-27B", "H100-SXM", 1, space, engine_version="0.25.1")
+    assert values(found, "max_num_seqs") == {(256,)}
+    eager = estimate("Qwen/Qwen3.6-27B", "H100-SXM", 1, {**space, "enforce_eager": [True]}, engine_version="0.25.1")
+    assert values(eager, "max_num_seqs") == {(None,), (256,), (512,)}
+
+
+def test_the_states_of_a_hybrid_model_force_its_block_and_its_prefixes() -> None:
+    space = {"tensor_model_parallel_size": [4], "enable_prefix_caching": [True, False], "block_size": [16, 32, 64]}
+    profile = {**PROFILE, "prefix_len": 500}
+    found = estimate("Qwen/Qwen3.5-35B-A3B", "H100-SXM", 4, space, engine_version="0.27.1", profile=profile)
+    assert values(found, "enable_prefix_caching", "block_size") == {(True, None), (False, None)}
+    rates = {each["objective"]["value"] for each in found.candidates}
+    assert max(rates) / min(rates) == pytest.approx(1.0)  # the prefix is shorter than a block of 528
+
+
+@pytest.mark.parametrize("release", ["0.27.1", "0.28.0"])
+def test_prefix_caching_of_a_hybrid_model_is_a_flag_of_old_releases(release: str) -> None:
+    states = GatedDeltaNet(key_heads=2, value_heads=4, key_dim=8, value_dim=8, kernel=4)
+    task = planned("vllm", model=mixed(MODEL, states, 2), engine_version=release)
+    passed = release == "0.27.1"
+    assert ("--enable-prefix-caching" in server(task, enable_prefix_caching=True).argv) is passed
+
+
+def test_graphs_of_attention_ranks_take_what_the_engine_reserves_for_them() -> None:
+    sizes = {"tensor_model_parallel_size": [1], "data_parallel_size": [8], "mem_fraction_static": ["0.85", "0.9"]}
+    found = estimate("zai-org/GLM-5.1-FP8", "B200", 8, sizes, engine="sglang", engine_version="0.5.12")
+    assert ("0.85",) in values(found, "mem_fraction_static")
+    assert ("0.9",) not in values(found, "mem_fraction_static")
+
+
+def test_a_baseline_that_does_not_fit_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(V3))
+    found = estimate(str(tmp_path), "H20", 8)
+    assert found.baseline["memory"]["fits"]
+    assert "baseline" in found.unmet
+
+
+def test_sglang_runs_as_many_sequences_as_the_states_that_it_sets_aside_allow() -> None:
+    sizes = {"tensor_model_parallel_size": [1]}
+
+    def running(**args: Any) -> float:
+        load = {"concurrency": 1024, "input_len": 8192, "output_len": 1024}
+        options = {"engine": "sglang", "engine_version": "0.5.23", "engine_args": args, "profile": load}
+        (found,) = estimate("Qwen/Qwen3.6-35B-A3B", "B200", 1, sizes, **options).candidates
+        return float(found["objective"]["value"])
+
+    few, usual = running(**{"mamba-full-memory-ratio": 0.1}), running()
+    assert few < 0.7 * usual

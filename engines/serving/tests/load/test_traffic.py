@@ -1,15 +1,23 @@
-"""Lengths, arrivals and prompts: what a load point means."""
+"""Lengths, arrivals and prompts: what a load point means. Traces in the formats in which they are published, and files
+that are none."""
 
+import json
 import math
+import tracemalloc
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from flagcore_serving.job import Load
+from flagcore_serving.load.traces import read_trace
 from flagcore_serving.load.traffic import Traffic, prompts, traffic, warm_up
+from flagcore_serving.model.simulated_load import prompt_parts
 from flagcore_serving.records import read_record
 
-from tests.checks import given
+from tests.checks import given, refuses
 
 
 def arrivals(**changes: float) -> np.ndarray:
@@ -146,3 +154,207 @@ def test_request_rate_of_conversations_counts_all_their_requests() -> None:
 def test_fewer_conversations_than_clients_are_noted() -> None:
     assert traffic(Load(turns=4, num_prompts=16, concurrency=8)).notes
     assert not traffic(Load(turns=4, num_prompts=32, concurrency=8)).notes
+
+
+MOONCAKE = [
+    {"timestamp": 27000, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 48]},
+    {"timestamp": 27500, "input_length": 700, "output_length": 3, "hash_ids": [46, 49]},
+    {"timestamp": 30000, "input_length": 512, "output_length": 9, "hash_ids": [46]},
+]
+SHAREGPT = [
+    {"id": "a", "conversations": [{"from": "human", "value": "x" * 40}, {"from": "gpt", "value": "y" * 400}]},
+    {"id": "b", "conversations": [{"from": "human", "value": "left out: nobody answers"}]},
+    {
+        "id": "c",
+        "conversations": [{"from": "human", "value": "z" * 7}, {"from": "gpt", "value": "w"}, {"from": "human"}],
+    },
+]
+
+
+def written(folder: Path, rows: Iterable[Any] | str, name: str = "trace.jsonl") -> str:
+    file = folder / name
+    file.write_text(rows if isinstance(rows, str) else "\n".join(json.dumps(row) for row in rows) + "\n")
+    return str(file)
+
+
+def columns(trace: Traffic) -> tuple[list[int], list[int], list[float] | None]:
+    times = None if trace.arrive_s is None else trace.arrive_s.tolist()
+    return trace.input_len.tolist(), trace.output_len.tolist(), times
+
+
+@pytest.mark.parametrize("rows", [MOONCAKE, MOONCAKE[::-1]])
+def test_mooncake_gives_lengths_seconds_and_blocks_by_time(rows: list[Any], tmp_path: Path) -> None:
+    trace = read_trace(written(tmp_path, rows))
+    assert columns(trace) == ([1100, 700, 512], [52, 3, 9], [0.0, 0.5, 3.0])
+    assert list(trace.blocks) == [(46, 47, 48), (46, 49), (46,)]
+    assert trace.notes == ()
+
+
+def test_sharegpt_lengths_are_estimated_from_characters_and_reported_as(tmp_path: Path) -> None:
+    trace = read_trace(written(tmp_path, SHAREGPT))
+    assert columns(trace) == ([10, 2], [100, 1], None)
+    assert trace.is_estimated
+    assert len(trace.notes) == 1
+
+
+def test_load_takes_lengths_and_times_of_the_requests_that_it_sends(tmp_path: Path) -> None:
+    sampled = traffic(Load(trace=written(tmp_path, MOONCAKE), num_prompts=2, prefix_len=10))
+    assert sampled.input_len.tolist() == [1110, 710]
+    assert given(sampled.arrive_s).tolist() == [0.0, 0.5]
+    assert list(sampled.blocks) == [(46, 47, 48), (46, 49)]
+
+
+def test_without_a_number_the_whole_trace_is_sent_and_a_number_too_large_is_reported(tmp_path: Path) -> None:
+    path = written(tmp_path, MOONCAKE)
+    assert traffic(Load(trace=path, num_prompts=None)).input_len.size == 3
+    assert traffic(Load(trace=path, num_prompts=9)).notes == ("the trace has only 3 of 9 requests",)
+
+
+def test_trace_without_times_needs_a_rate_or_a_concurrency(tmp_path: Path) -> None:
+    with refuses("concurrency"):
+        traffic(Load(trace=written(tmp_path, SHAREGPT)))
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "problem"),
+    [
+        ("", "a.jsonl", "it is empty"),
+        ('{"input_length": 5, "output_length": 5}\n{"inp', "a.jsonl", "neither JSON nor JSON lines (line 2)"),
+        ('{"question": "a"}', "a.jsonl", "row 1 has none of prompt, text, conversations, messages, input_len"),
+        ('{"input_length": 5}', "a.jsonl", "row 1 lacks output_len"),
+        ('{"input_length": 0, "output_length": 5}', "a.jsonl", "row 1: input_length is 0, not a count of tokens"),
+        ('{"input_length": 9, "output_length": 5, "timestamp": NaN}', "a.jsonl", "timestamp is nan, not a number"),
+        (
+            '{"input_length": 600, "output_length": 5, "hash_ids": [1]}',
+            "a.jsonl",
+            "1 hash_ids of 512 tokens do not cover",
+        ),
+        ('{"input_length": 6, "output_length": 5, "hash_ids": "1"}', "a.jsonl", "hash_ids is not a list of counts"),
+        (
+            '{"input_length": 6, "output_length": 5, "timestamp": 0}\n{"input_length": 6, "output_length": 5}',
+            "a.jsonl",
+            "row 2: timestamp is None, not a number",
+        ),
+        (
+            '{"input_length": 6, "output_length": 5, "hash_ids": [1]}\n{"input_length": 6, "output_length": 5}',
+            "a.jsonl",
+            "row 2: hash_ids is not a list of counts",
+        ),
+        (
+            '{"input_length": 6, "output_length": 5, "timestamp": 0}\n'
+            '{"input_length": 6, "output_length": 5, "timestamp": 1e18}',
+            "a.jsonl",
+            "span more than a year",
+        ),
+        ('{"prompt": ["a"], "max_tokens": 5}', "a.jsonl", "row 1: prompt is ['a'], not a string"),
+        ('{"requests": [{"in": 5, "out": 1}]}', "a.jsonl", "row 1 lacks block_size"),
+        ('{"block_size": 8, "requests": [{"in": 5, "out": 1, "hash_ids": 5}]}', "a.jsonl", "hash_ids is 5, not a list"),
+        (f'{{"input_length": {"9" * 400}, "output_length": 5}}', "a.jsonl", "row 1: input_length is 999"),
+        ('{"messages": [{"role": "user", "content": [{"text": "a"}]}]}', "a.jsonl", "row 1 has a turn whose"),
+        ('{"conversations": "a"}', "a.jsonl", "row 1 has no list of turns"),
+        ('{"conversations": [{"value": "a"}]}', "a.jsonl", "has no request with both lengths"),
+    ],
+)
+def test_an_invalid_trace_file_is_reported_with_row_and_reason(
+    content: str, name: str, problem: str, tmp_path: Path
+) -> None:
+    with refuses("serve.profile.trace") as error:
+        read_trace(written(tmp_path, content, name))
+    assert problem in str(error.value)
+
+
+def test_texts_may_contain_unicode_line_separators(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "one\u2028two\x85"}, {"from": "gpt", "value": "abcd\u2029efg"}]
+    row = json.dumps({"conversations": turns}, ensure_ascii=False)
+    assert columns(read_trace(written(tmp_path, f"{row}\n{row}\n"))) == ([3, 3], [2, 2], None)
+
+
+def test_half_a_character_becomes_a_replacement_that_utf8_can_have(tmp_path: Path) -> None:
+    (text,) = read_trace(written(tmp_path, '{"prompt": "a\\ud83d", "max_tokens": 2}')).texts
+    assert text == "a\ufffd"
+
+
+def test_prompts_and_conversations_are_texts(tmp_path: Path) -> None:
+    later = {"prompt": "a" * 8, "max_tokens": 5, "timestamp": 2000}
+    first = {"prompt": "b", "output_len": 6, "input_len": 3, "timestamp": 1500}
+    trace = read_trace(written(tmp_path, [later, first]))
+    assert columns(trace) == ([3, 2], [6, 5], [0.0, 0.5])
+    assert list(trace.texts) == ["b", "a" * 8]
+    turns = [("system", "rules"), ("user", "question"), ("assistant", "answers"), ("user", "more")]
+    chat = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    trace = read_trace(written(tmp_path, [chat]))
+    assert (list(trace.texts), columns(trace)) == (["rules\nquestion"], ([4], [2], None))
+
+
+def test_a_prefix_of_token_ids_cannot_precede_texts(tmp_path: Path) -> None:
+    file = written(tmp_path, [{"prompt": "a", "max_tokens": 5}])
+    with refuses("serve.profile.prefix_len"):
+        traffic(Load(trace=file, concurrency=1, prefix_len=8))
+
+
+def test_turns_of_conversations_contain_all_turns_before(tmp_path: Path) -> None:
+    messages = [("human", "a b"), ("gpt", "c"), ("human", "d"), ("gpt", "e f g h"), ("human", "unanswered")]
+    row = {"conversations": [{"from": role, "value": text} for role, text in messages]}
+    other = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
+    path = written(tmp_path, json.dumps([row, other]), "a.json")
+    trace = read_trace(path, turns=8)
+    assert trace.texts == ["a b", "a b\nc\nd", "x"]
+    assert given(trace.follows).tolist() == [-1, 0, -1]
+    assert trace.output_len.tolist() == [1, 2, 1]
+    assert read_trace(path).texts == ["a b", "x"]
+    assert read_trace(path).follows is None
+
+
+def test_prompts_without_the_length_of_an_answer_have_that_of_the_load(tmp_path: Path) -> None:
+    rows = [{"prompt": "a b"}, {"prompt": "", "max_tokens": 9}, {"prompt": "c", "max_tokens": 7}]
+    trace = read_trace(written(tmp_path, "\n".join(map(json.dumps, rows))), output_len=30)
+    assert trace.output_len.tolist() == [30, 7]
+    assert any("output_len = 30" in note for note in trace.notes)
+
+
+SESSIONS = [
+    {"session_id": "a", "timestamp": 1000, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]},
+    {"session_id": "b", "timestamp": 500, "input_length": 512, "output_length": 6, "hash_ids": [1]},
+    {"session_id": "a", "delay": 250, "input_length": 1200, "output_length": 7, "hash_ids": [1, 2, 3]},
+]
+CALLS = [
+    {"type": "s", "t": t, "in": size, "out": 4, "hash_ids": [*range(size // 64)], "think_time": 2}
+    for t, size in ((0, 130), (9, 260))
+]
+AGENT = {
+    "block_size": 64,
+    "requests": [CALLS[0], {"type": "subagent", "t": 3, "requests": [{**CALLS[0], "hash_ids": [7]}]}, CALLS[1]],
+}
+
+
+def test_sessions_and_agents_are_conversations_with_waits_and_shared_blocks(tmp_path: Path) -> None:
+    trace = read_trace(written(tmp_path, SESSIONS), turns=9)
+    assert columns(trace) == ([512, 600, 1200], [6, 5, 7], [0.0, 0.5, 0.5])
+    assert (given(trace.follows).tolist(), given(trace.wait_s).tolist()) == ([-1, -1, 1], [0.0, 0.0, 0.25])
+    trace = read_trace(written(tmp_path, [AGENT, AGENT]), turns=9)
+    assert given(trace.follows).tolist() == [-1, 0, 1, -1, 3, 4]
+    assert given(trace.wait_s).tolist() == [0.0, 2.0, 2.0] * 2
+    first, sub_agent, last, other, *_ = prompts(trace, prefix_len=0, vocab_size=1000, seed=(1,))
+    assert (first[:128] == last[:128]).all()
+    assert not (first[:64] == sub_agent[:64]).all()
+    assert not (first[:64] == other[:64]).all(), "blocks of another agent"
+    assert [part[1] for part in prompt_parts(trace, 0)[2]] == [64, 64, 64, 64, 4]
+
+
+def test_a_long_conversation_is_read_up_to_its_turns(tmp_path: Path) -> None:
+    """Each prompt contains all before it, so all prompts of this file together have 200 MB."""
+    row = {"conversations": [{"from": ("human", "gpt")[place % 2], "value": "x" * 100} for place in range(2_800)]}
+    file = written(tmp_path, [row])
+    tracemalloc.start()
+    try:
+        trace = read_trace(file, turns=3)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert given(trace.follows).tolist() == [-1, 0, 1]
+    assert peak < 20e6
+
+
+def test_a_turn_has_at_least_the_tokens_of_the_turn_before(tmp_path: Path) -> None:
+    row = {"input_len": 5000, "conversations": [{"from": who, "value": "a" * 40} for who in ("human", "gpt") * 2]}
+    assert read_trace(written(tmp_path, [row]), turns=2).input_len.tolist() == [5000, 5000]

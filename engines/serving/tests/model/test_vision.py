@@ -1,5 +1,7 @@
-"""Images in predictions, rules and knobs of engines: the front end, the vision tower, and its ranks."""
+"""Images in predictions, rules and knobs of engines: the front end, the vision tower, and its ranks. What must hold of
+a prefix cache in tiers, whatever their sizes and links."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -11,9 +13,12 @@ from flagcore_lmdeploy.engine import ENGINE as LMDEPLOY
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import Images, Load
 from flagcore_serving.load.images import Image
+from flagcore_serving.load.traffic import traffic
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
 from flagcore_serving.model.memory import serving_memory
-from flagcore_serving.model.simulation import Price, Simulation
+from flagcore_serving.model.simulated_load import HIT_RATE, prompt_parts
+from flagcore_serving.model.simulation import Lane, Price, Simulation
+from flagcore_serving.model.tiers import cached_tokens
 from flagcore_serving.model.vision import EncoderCosts, ImageWork, encoder_costs, image_work
 from flagcore_serving.model.work import PIXEL, Serving
 from flagcore_serving.space.hardware import CHAT_TOKENS, longest_request
@@ -21,10 +26,12 @@ from flagcore_serving.space.placement import instance_kinds
 from flagcore_sglang.engine import ENGINE as SGLANG
 from flagcore_vllm.engine import ENGINE as VLLM
 
+from engines.serving.tests.engines import tasks
 from engines.serving.tests.engines.tasks import broken, merged, row, serving
 from engines.serving.tests.model.test_simulation import LANE, OVER
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.spec import Task
+from flagcore.errors import SpecError
 from tests.checks import refuses
 from tests.product import serving_inputs
 from tests.product.serving_inputs import costs, settings, times
@@ -257,3 +264,135 @@ def test_products_of_a_tower_are_those_of_its_weights() -> None:
     assert found.patch[0] / 4 < found.patch[1] < found.patch[0]
     assert found.ranks.tolist() == [1.0, 1.0]
     assert whole.ranks.tolist() == [1.0, 4.0]
+
+
+CHAT = Load(input_len=2000, output_len=40, turns=6, num_prompts=96, concurrency=8)
+SMALL = {"kv-cache-memory-bytes": 2**30}
+"""On each of four devices: room for three conversations of eight."""
+
+
+def figures(engine: str = "vllm", args: Any = SMALL, load: Load = CHAT, **values: Any) -> dict[str, float]:
+    task = tasks.planned(engine, loads=(load,), engine_args=args, engine_version=None, model=serving_inputs.DENSE)
+    return tasks.figures(task, **values)
+
+
+def test_a_tier_without_room_is_no_tier() -> None:
+    without, empty, small = (figures(kv_offloading_size=size) for size in (None, 0, 1))
+    assert empty == pytest.approx(without, nan_ok=True)
+    assert "host_hit_rate" not in without
+    assert small["host_hit_rate"] == 0.0, "a copy of what the devices have"
+    assert small[HIT_RATE] == small["device_hit_rate"] == without[HIT_RATE]
+
+
+def test_a_tier_with_an_order_of_its_own_loses_first_what_the_devices_have() -> None:
+    """The devices keep x, which each second prompt is; so the host has room for a, b and c."""
+    prompts = [[(name, 128), (f"end of {name}", 60)] for name in "xaxbxcxa"]
+    devices = cached_tokens(prompts, 256, page=128)
+    assert devices.tolist() == [0, 0, 128, 0, 128, 0, 128, 0]
+    own, shared = (cached_tokens(prompts, 384, page=128, ahead=each) for each in (devices, None))
+    assert (own[-1], shared[-1]) == (128, 0)
+    assert (own >= devices).all()
+
+
+def test_a_connector_may_set_the_room_on_the_host() -> None:
+    """And on cores, vLLM offloads only with a class of the user's own, because its own one copies from GPUs."""
+    config = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 2**33}}
+
+    def room(config: Any, **values: Any) -> float:
+        task = tasks.planned("vllm", engine_args={"kv-transfer-config": json.dumps(config)})
+        return float(tasks.settings(task, **values).host_cache.item())
+
+    assert (room(config), room(config, kv_offloading_size=4)) == (2**33, 2**32)
+    assert room(config | {"kv_connector": "NixlConnector"}) == 0.0
+    for wrong in ([1], {"kv_connector": ["x"]}, {"kv_connector_extra_config": {"cpu_bytes_to_use": -5}}):
+        with pytest.raises(SpecError, match="kv-transfer-config"):
+            room(wrong)
+    for own, rules in (({}, ["offload_on_cores"]), ({"spec_module_path": "mine"}, [])):
+        text = json.dumps({"kv_connector_extra_config": own})
+        task = tasks.planned("vllm", on_cores=True, engine_args={"kv-transfer-config": text})
+        assert tasks.broken(tasks.engine_of("vllm"), task, kv_offloading_size=1) == rules
+
+
+@pytest.mark.parametrize(
+    ("config", "envs", "gib"),
+    [
+        ({"kv_connector": "LMCacheConnectorV1"}, {}, {"host": 2 * 5.0}),
+        (
+            {"kv_connector": "LMCacheMPConnector"},
+            {"LMCACHE_LOCAL_CPU": "False", "LMCACHE_LOCAL_DISK": "file:///x", "LMCACHE_MAX_LOCAL_DISK_SIZE": "9"}
+            | {"LMCACHE_REMOTE_URL": "lm://x:65432"},
+            {"disk": 18.0, "store": np.inf},
+        ),
+        ({"kv_connector": "SimpleCPUOffloadConnector"}, {}, {"host": 8.0}),
+        ({"kv_connector": "DynamoConnector"}, {"DYN_KVBM_CPU_CACHE_GB": "20"}, {"host": 20.0}),
+        (
+            {"kv_connector": "MultiConnector"}
+            | {"kv_connector_extra_config": {"connectors": [{"kv_connector": "MooncakeStoreConnector"}, {}, 1]}},
+            {},
+            {"store": np.inf},
+        ),
+        ({"kv_connector": "NixlConnector"}, {"LMCACHE_MAX_LOCAL_CPU_SIZE": "x"}, {}),  # a variable of others
+    ],
+)
+def test_connectors_have_tiers(config: Any, envs: dict[str, str], gib: dict[str, float]) -> None:
+    task = tasks.planned("vllm", engine_args={"kv-transfer-config": json.dumps(config)}, envs=envs)
+    found = tasks.settings(task, tensor_model_parallel_size=2)
+    assert {tier: getattr(found, f"{tier}_cache").item() / 2**30 for tier in ("host", "disk", "store")} == {
+        **dict.fromkeys(("host", "disk", "store"), 0.0),
+        **gib,
+    }
+
+
+def test_an_endless_host_has_each_prefix_that_repeats_and_more_room_never_has_less() -> None:
+    requests = traffic(CHAT)
+    repeated = cached_tokens(prompt_parts(requests, 0), np.inf).sum() / requests.input_len.sum()
+    found = [figures(kv_offloading_size=size) for size in (2, 8, 16, 1000)]
+    rates = [each[HIT_RATE] for each in found]
+    assert rates == sorted(rates)
+    assert rates[-1] == pytest.approx(repeated, rel=0.01)  # in blocks of 16 tokens
+    assert found[-1]["host_hit_rate"] > 0.1
+    assert found[-1]["device_hit_rate"] == found[0]["device_hit_rate"]
+    assert found[-1]["ttft_s.mean"] < found[0]["ttft_s.mean"]
+    assert 0.0 < found[-1]["cache_load_s"] < found[-1]["cache_compute_s"]
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_a_slower_link_never_helps(by_layer: bool) -> None:
+    lane, over = (
+        Lane(budget=4096.0, running=8.0, cache_tokens=1e9),
+        replace(serving_inputs.OVER, loads_by_layer=by_layer),
+    )
+    price = Price(times(), 0, lane, over)
+    lengths, hits = [(4000, 20)] * 24, [0.0, 3000.0] * 12
+
+    def ttft(token_s: float) -> float:
+        run = Simulation(price, lengths, None, 8, hits, loads=[token_s * each for each in hits]).run()
+        assert all(each.arrival < each.first <= each.end for each in run.requests)
+        return float(np.mean([each.first - each.arrival for each in run.requests]))
+
+    found = [ttft(token_s) for token_s in (0.0, 1e-6, 1e-5, 1e-4, 1e-3)]
+    assert all(later > 0.99 * sooner for sooner, later in pairwise(found)), found
+    assert found[-1] > 3.0
+
+
+def test_hicache_is_twice_the_cache_of_the_devices_unless_a_size_is_given() -> None:
+    args = {"max-total-tokens": 32_768}
+    off, on, sized, stored = (
+        figures("sglang", {**args, **more}, **values)
+        for more, values in (
+            ({}, {}),
+            ({"enable-hierarchical-cache": True}, {}),
+            ({}, {"hicache_size": 64}),
+            ({}, {"hicache_storage_backend": "mooncake"}),
+        )
+    )
+    assert off[HIT_RATE] < on[HIT_RATE] < sized[HIT_RATE]
+    assert stored[HIT_RATE] == pytest.approx(sized[HIT_RATE])
+    assert stored["host_hit_rate"] == on["host_hit_rate"]
+    assert stored["store_hit_rate"] > 0.0
+
+
+def test_a_tier_that_gets_what_is_evicted_adds_to_the_devices() -> None:
+    args = {"max-total-tokens": 16_384, "enable-hierarchical-cache": True}
+    through, back = (figures("sglang", {**args, **more}) for more in ({}, {"hicache-write-policy": "write_back"}))
+    assert through[HIT_RATE] < back[HIT_RATE]

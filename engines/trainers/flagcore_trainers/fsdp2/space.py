@@ -9,11 +9,11 @@ import numpy as np
 from flagcore_models.layers import mixer_counts, product_counts
 from flagcore_models.mixers.attention import Attention
 from flagcore_training.knobs import read_knobs
+from flagcore_training.rules import RuleTable
 
 from flagcore.domain.space import BoolArray, Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
-from flagcore.i18n import Message
 from flagcore_trainers.fully_shard import (
     AC,
     COMPILE,
@@ -47,23 +47,11 @@ ADAPTERS_ALONE = "adapters_alone"
 OF_ADAPTERS: Mapping[str, Sequence[KnobValue]] = {TP: (1,), PP: (1,), AC: ("none", "full")}
 """The values of a space with adapters, unless a spec lists others."""
 
-NAMES = {
-    "AC": AC,
-    "COMPILE": COMPILE,
-    "CP": CP,
-    "EP": EP,
-    "MBS": MBS,
-    "OFFLOAD": OFFLOAD,
-    "PP": PP,
-    "REDUCE": REDUCE,
-    "REPLICATE": REPLICATE,
-    "RESHARD": RESHARD,
-    "SCHEDULE": SCHEDULE,
-    "SHARD": SHARD,
-    "STATES": STATES,
-    "TP": TP,
-}
-"""The names of knobs in messages of rules, by their fields."""
+NAMES = {"CP": CP, "EP": EP, "PP": PP, "TP": TP, "REPLICATE": REPLICATE, "SHARD": SHARD, "MBS": MBS, "AC": AC}
+NAMES |= {"COMPILE": COMPILE, "OFFLOAD": OFFLOAD, "REDUCE": REDUCE, "RESHARD": RESHARD, "STATES": STATES}
+NAMES |= {"SCHEDULE": SCHEDULE}
+"""The names of knobs in `rules.yaml`, by their fields."""
+rule = RuleTable(__package__, NAMES)
 
 
 def check_model(task: Task) -> None:
@@ -84,56 +72,16 @@ def rules(task: Task) -> tuple[Rule, ...]:
     sizes |= {output.units or output.width for each in divided for output in each.layers}
     shared = math.gcd(*sizes)
     return (
-        Rule(
-            name="world_size",
-            knobs=(REPLICATE, SHARD, TP, CP, PP),
-            message=Message(
-                "{REPLICATE} x {SHARD} x {TP} x {CP} x {PP} must be the number of devices, {devices}",
-                **NAMES,
-                devices=devices,
-            ),
-            broken=lambda c: c[REPLICATE] * c[SHARD] * c[TP] * c[CP] * c[PP] != devices,
+        rule("world_size", lambda c: c[REPLICATE] * c[SHARD] * c[TP] * c[CP] * c[PP] != devices, devices=devices),
+        rule("global_batch_size", lambda c: batch % (c[MBS] * c[REPLICATE] * c[SHARD]) != 0, batch=batch),
+        rule("tensor_parallel", lambda c: shared % c[TP] != 0, shared=shared),
+        rule(
+            "sequence_length",
+            lambda c: (length % (c[TP] * c[CP]) != 0) | ((c[CP] > 1) & (length % (2 * c[CP]) != 0)),
+            length=length,
         ),
-        Rule(
-            name="global_batch_size",
-            knobs=(REPLICATE, SHARD, MBS),
-            message=Message(
-                "global_batch_size = {batch} must be a multiple of {MBS} x {REPLICATE} x {SHARD}", **NAMES, batch=batch
-            ),
-            broken=lambda c: batch % (c[MBS] * c[REPLICATE] * c[SHARD]) != 0,
-        ),
-        Rule(
-            name="tensor_parallel",
-            knobs=(TP,),
-            message=Message(
-                "{TP} must divide heads, query groups, ffn_hidden_size and vocab_size: a divisor of {shared}",
-                **NAMES,
-                shared=shared,
-            ),
-            broken=lambda c: shared % c[TP] != 0,
-        ),
-        Rule(
-            name="sequence_length",
-            knobs=(TP, CP),
-            message=Message(
-                "seq_length = {length} must be a multiple of {TP} x {CP}, and of 2 x {CP} with {CP} > 1",
-                **NAMES,
-                length=length,
-            ),
-            broken=lambda c: (length % (c[TP] * c[CP]) != 0) | ((c[CP] > 1) & (length % (2 * c[CP]) != 0)),
-        ),
-        Rule(
-            name="sharded_replicas",
-            knobs=(REPLICATE, SHARD, CP),
-            message=Message("{REPLICATE} > 1 needs several ranks that share weights: {SHARD} x {CP} > 1", **NAMES),
-            broken=lambda c: (c[REPLICATE] > 1) & (c[SHARD] * c[CP] == 1),
-        ),
-        Rule(
-            name="all_in_fp32",
-            knobs=(REDUCE, STATES),
-            message=Message("{REDUCE} and {STATES} must be fp32 with the precision fp32", **NAMES),
-            broken=lambda c: ((c[REDUCE] == 2) | (c[STATES] == 2)) & (precision == "fp32"),
-        ),
+        rule("sharded_replicas", lambda c: (c[REPLICATE] > 1) & (c[SHARD] * c[CP] == 1)),
+        rule("all_in_fp32", lambda c: ((c[REDUCE] == 2) | (c[STATES] == 2)) & (precision == "fp32")),
         *_pipeline_rules(task),
         *([_adapter_rule()] if train.adapter and not lists_others(task.spec) else ()),
         *(_expert_rules(count) if count else ()),
@@ -153,12 +101,7 @@ def lists_others(spec: Spec) -> bool:
 
 def _adapter_rule() -> Rule:
     """Return the rule of adapters, which programs seldom divide."""
-    return Rule(
-        name=ADAPTERS_ALONE,
-        knobs=(TP, PP, AC),
-        message=Message("adapters need {TP} = {PP} = 1, and {AC} none or full", **NAMES),
-        broken=lambda c: (c[TP] > 1) | (c[PP] > 1) | (c[AC] == SELECTIVE),
-    )
+    return rule(ADAPTERS_ALONE, lambda c: (c[TP] > 1) | (c[PP] > 1) | (c[AC] == SELECTIVE))
 
 
 def _layer_rule(task: Task) -> Rule:
@@ -168,35 +111,20 @@ def _layer_rule(task: Task) -> Rule:
     """
     divides = all(type(each) is Attention and not each.gate for each in mixer_counts(task.spec.model))
     tensor = "" if divides else f"{TP} = 1, "
-    return Rule(
-        name="layers_alone",
-        knobs=(TP, CP, PP, SCHEDULE, AC),
-        message=Message(
-            "these kinds of layers need {tensor}{CP} = 1, {AC} none or full, and {SCHEDULE} 1f1b or interleaved",
-            **NAMES,
-            tensor=tensor,
-        ),
-        broken=lambda c: (
+    return rule(
+        "layers_alone",
+        lambda c: (
             ((c[TP] > 1) & (not divides)) | (c[CP] > 1) | (c[AC] == SELECTIVE) | ((c[PP] > 1) & (c[SCHEDULE] >= ZBV))
         ),
+        tensor=tensor,
     )
 
 
 def _expert_rules(count: int) -> tuple[Rule, ...]:
     """Return the rules of experts. Selective checkpoints reject the hooks of a unit of `fully_shard` in a layer."""
     return (
-        Rule(
-            name="expert_parallel",
-            knobs=(EP, SHARD, CP),
-            message=Message("{EP} must divide num_moe_experts = {count} and {SHARD} x {CP}", **NAMES, count=count),
-            broken=lambda c: (count % c[EP] != 0) | (c[SHARD] * c[CP] % c[EP] != 0),
-        ),
-        Rule(
-            name="experts_alone",
-            knobs=(TP, PP, SCHEDULE, AC),
-            message=Message("experts need {TP} = 1, {AC} none or full, and {SCHEDULE} 1f1b or interleaved", **NAMES),
-            broken=lambda c: (c[TP] > 1) | (c[AC] == SELECTIVE) | ((c[PP] > 1) & (c[SCHEDULE] >= ZBV)),
-        ),
+        rule("expert_parallel", lambda c: (count % c[EP] != 0) | (c[SHARD] * c[CP] % c[EP] != 0), count=count),
+        rule("experts_alone", lambda c: (c[TP] > 1) | (c[AC] == SELECTIVE) | ((c[PP] > 1) & (c[SCHEDULE] >= ZBV))),
     )
 
 
@@ -211,47 +139,19 @@ def _pipeline_rules(task: Task) -> tuple[Rule, ...]:
         return np.asarray((c[PP] > 1) & (short | uneven))
 
     return (
-        Rule(
-            name=PIPELINE_LAYERS,
-            knobs=(PP, SCHEDULE),
-            message=Message(
-                "num_layers = {num_layers} must be a multiple of {PP}, twice that without {schedule}",
-                **NAMES,
-                num_layers=model.num_layers,
-                schedule=SCHEDULES[0],
-            ),
-            broken=lambda c: (c[PP] > 1) & (model.num_layers % (c[PP] * parts(c)) != 0),
+        rule(
+            PIPELINE_LAYERS,
+            lambda c: (c[PP] > 1) & (model.num_layers % (c[PP] * parts(c)) != 0),
+            num_layers=model.num_layers,
+            schedule=SCHEDULES[0],
         ),
-        Rule(
-            name="pipeline_microbatches",
-            knobs=(REPLICATE, SHARD, MBS, PP, SCHEDULE),
-            message=Message(
-                "a pipeline needs at least {PP} micro-batches, dualpipev twice as many, interleaved equal rounds",
-                **NAMES,
-            ),
-            broken=microbatches_broken,
-        ),
-        Rule(
-            name="pipeline_weights",
-            knobs=(PP, RESHARD, OFFLOAD),
-            message=Message(
-                "{PP} > 1 keeps weights gathered on the device: {RESHARD} and {OFFLOAD} must be false", **NAMES
-            ),
-            broken=lambda c: (c[PP] > 1) & ((c[RESHARD] > 0) | (c[OFFLOAD] > 0)),
-        ),
-        Rule(
-            name="pipeline_head",
-            knobs=(PP,),
-            message=Message("{PP} > 1 needs a model whose head is not tied to the embedding", **NAMES),
-            broken=lambda c: (c[PP] > 1) & (not model.untie_embeddings_and_output_weights),
-        ),
-        Rule(
-            name="split_backward",
-            knobs=(PP, SCHEDULE, AC, COMPILE),
-            message=Message(
-                "{words} split the backward: no {COMPILE}, and {AC} none", **NAMES, words=" and ".join(SCHEDULES[2:])
-            ),
-            broken=lambda c: (c[PP] > 1) & (c[SCHEDULE] >= ZBV) & ((c[COMPILE] > 0) | (c[AC] >= SELECTIVE)),
+        rule("pipeline_microbatches", microbatches_broken),
+        rule("pipeline_weights", lambda c: (c[PP] > 1) & ((c[RESHARD] > 0) | (c[OFFLOAD] > 0))),
+        rule("pipeline_head", lambda c: (c[PP] > 1) & (not model.untie_embeddings_and_output_weights)),
+        rule(
+            "split_backward",
+            lambda c: (c[PP] > 1) & (c[SCHEDULE] >= ZBV) & ((c[COMPILE] > 0) | (c[AC] >= SELECTIVE)),
+            words=" and ".join(SCHEDULES[2:]),
         ),
     )
 

@@ -288,15 +288,11 @@ def _rate_problems(file: str, products: Sequence[Mapping[str, Any]]) -> Iterator
     """Yield the precisions in which large products run at different rates."""
     for precision in dict.fromkeys(str(row.get("precision")) for row in products):
         of_precision = [row for row in products if str(row.get("precision")) == precision]
-        rates = [(_flops(row) / (row["us"] * 1e-6), _size(row)) for row in of_precision]
+        rates = [(_flops(row) / (row["us"] * 1e-6), f"{row['m']} x {row['n']} x {row['k']}") for row in of_precision]
         if max(rates)[0] > SPREAD * min(rates)[0]:
             shown = " and ".join(f"{rate / 1e12:.3g} TFLOP/s for {size}" for rate, size in (max(rates), min(rates)))
             fix = "correct its size or its time: large products of one precision run at about one rate"
             yield Problem(f"{file}: gemm in {precision} has {shown}", fix)
-
-
-def _size(row: Mapping[str, Any]) -> str:
-    return f"{row['m']} x {row['n']} x {row['k']}"
 
 
 def _row_problems(chip: Chip, row: Mapping[str, Any], where: str) -> Iterator[Problem | str]:

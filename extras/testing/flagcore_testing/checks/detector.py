@@ -6,7 +6,8 @@ probably a slip.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from fnmatch import fnmatch
 from itertools import pairwise
 
@@ -16,8 +17,9 @@ from flagcore_vendorkit.machine import TorchReport
 
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.engine import EngineSupport
+from flagcore.errors import SpecError
 from flagcore_testing import fakes
-from flagcore_testing.kit import Case, Problem, Problems, Subject, check, need, once, wrong
+from flagcore_testing.kit import Case, Problem, Problems, Subject, T, check, need, once, wrong
 from flagcore_testing.package import Transcript
 
 AGREE = 3
@@ -43,6 +45,11 @@ def is_near(word: str, other: str) -> bool:
     return is_swapped or first[1:] == second[1:] or first[1:] == second or first == second[1:]
 
 
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Return the first of `words` from which a word differs as in `is_near`, or an empty string."""
+    return next((each for each in words if is_near(word, each)), "")
+
+
 @once
 def words_of(plugin: Subject) -> Counter[str]:
     """Return how often each word occurs in the plugin's files and its README."""
@@ -54,6 +61,14 @@ def words_of(plugin: Subject) -> Counter[str]:
 def others_hooks(plugin: Subject) -> Iterable[tuple[str, object]]:
     """Return the name and the hooks of each other installed plugin."""
     return ((each.name, hooks) for each in plugin.others.plugins for hooks in each.manager.get_plugins())
+
+
+def others_files(plugin: Subject, read: Callable[[str], T]) -> Iterator[tuple[str, T]]:
+    """Yield the name of each other installed plugin with the content of a file of its package."""
+    for name, hooks in others_hooks(plugin):
+        package = getattr(hooks, "package", None) or getattr(hooks, "__package__", name)
+        with suppress(SpecError, ModuleNotFoundError):  # the checks of the other plugin report it
+            yield name, read(str(package))
 
 
 def others_detectors(plugin: Subject) -> Iterator[tuple[str, DeviceDetector]]:
@@ -82,7 +97,7 @@ def backends_and_modules_are_spelled_correctly(plugin: Subject) -> Problems:
         backend = support.distributed_backend or ""
         modules = [("preload", part) for module in support.preload for part in module.split(".")]
         for key, name in (("distributed_backend", backend), *modules):
-            meant = next((word for word in words if is_near(name.casefold(), word)), "")
+            meant = nearest(name.casefold(), words)
             if key == "preload" and not name.isidentifier():
                 yield f"engines.yaml: {kind}.{key} has {name!r}, which is not the name of a module"
             elif words[name.casefold()] < 2 and meant:
@@ -107,25 +122,18 @@ def sections_preload_the_same_module(plugin: Subject) -> Problems:
             yield f"engines.yaml: {kind} and {other_kind} have the device {one.device_type}, but one preloads {text}"
 
 
-def _others_sections(plugin: Subject) -> Iterator[tuple[str, EngineSupport]]:
-    """Yield the name of each other plugin with each section of its `engines.yaml`."""
-    for name, hooks in others_hooks(plugin):
-        package = getattr(hooks, "package", None) or getattr(hooks, "__package__", name)
-        yield from ((name, each) for each in read_engines(str(package)).values())
-
-
 RESOURCE_FIX = "write the name of this vendor's resource, or leave out `kubernetes`"
 
 
 @check(RESOURCE_FIX)
 def resources_are_the_vendors(plugin: Subject) -> Problems:
-    theirs = [*_others_sections(plugin)]
+    theirs = [(name, each) for name, sections in others_files(plugin, read_engines) for each in sections.values()]
     libraries = sorted({name for _, each in theirs for name in each.cross_vendor_libraries})
     others = {each.kubernetes.name: name for name, each in theirs if each.kubernetes}
     most = max(chip.devices_per_card for chip in plugin.own_chips())
     for kind, each in sections_of(plugin):
         for name in {*each.cross_vendor_libraries} - {*libraries}:
-            for meant in [one for one in libraries if is_near(name, one)][:1]:
+            if meant := nearest(name, libraries):
                 fix = "write the name as other plugins do: chips are connected by a library that both name"
                 yield Problem(f"engines.yaml: {kind}.cross_vendor_libraries has {name!r}, others have {meant!r}", fix)
         for resource in [each.kubernetes] if each.kubernetes else []:

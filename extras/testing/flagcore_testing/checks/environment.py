@@ -5,14 +5,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 from unittest import mock
 
 from flagcore_vendorkit.engines import Variable, all_knobs, read_quirks, read_variables
 from flagcore_vendorkit.fields import applicable
 
 from flagcore.domain.chip import Chip
-from flagcore.errors import SpecError
 from flagcore.launchers.network import placeholders
 from flagcore.plugins import find_engine, kind_of
 from flagcore_testing import fakes
@@ -21,11 +19,12 @@ from flagcore_testing.checks.detector import (
     SHARED,
     detector_of,
     is_near,
+    nearest,
     others_detectors,
-    others_hooks,
+    others_files,
     words_of,
 )
-from flagcore_testing.kit import Problem, Problems, Rule, Skip, Subject, check, need, once, repeated, table
+from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need, once, repeated, wrong
 
 COLLECTIVES = re.compile(r"^[A-Z]{1,3}CL_")
 """The beginning of variables of collective libraries, most of which have the same names after it."""
@@ -36,24 +35,17 @@ UNSET = re.compile(r"\b(?:leave|unset|do not set) ([A-Z][A-Z0-9_]{4,})")
 DOCUMENT = "use `used` instead of `value`: it documents the value without setting it"
 
 
-def _others_files(plugin: Subject, read: Any) -> Iterator[Any]:
-    """Yield the content of a file of each other installed plugin."""
-    for name, hooks in others_hooks(plugin):
-        with suppress(SpecError, ModuleNotFoundError):  # the checks of the other plugin report it
-            yield read(str(getattr(hooks, "package", name)))
-
-
 @once
 def _others_variables(plugin: Subject) -> list[Variable]:
     """Return the variables that other installed plugins describe."""
-    return [each for variables in _others_files(plugin, read_variables) for each in variables]
+    return [each for _, variables in others_files(plugin, read_variables) for each in variables]
 
 
 @once
 def _others_names(plugin: Subject) -> list[str]:
     """Return the names of these variables, one of each plugin."""
-    files = _others_files(plugin, read_variables)
-    return [name for variables in files for name in sorted({each.name for each in variables})]
+    files = others_files(plugin, read_variables)
+    return [name for _, variables in files for name in sorted({each.name for each in variables})]
 
 
 def _named(plugin: Subject) -> Iterator[tuple[str, str]]:
@@ -99,13 +91,38 @@ def variables_are_spelled_correctly(plugin: Subject) -> Problems:
             yield from (f"{file}: {name} is not known, but {meant} is" for meant in near[:1])
 
 
-def _variables(plugin: Subject) -> Iterator[tuple[str, Variable]]:
-    return ((f"environment.yaml: {each.name}", each) for each in plugin.variables)
+def _variables(plugin: Subject) -> list[tuple[Subject, str, Variable]]:
+    """Return each entry of `environment.yaml` with its location."""
+    return [(plugin, f"environment.yaml: {each.name}", each) for each in plugin.variables]
 
 
-def _filled(it: Variable) -> set[str]:
-    """Return the placeholders of a value, known and unknown ones."""
-    return {*PLACEHOLDER.findall(it.value or "")}
+@check(each=_variables)
+def variables_hold_for_all_users(plugin: Subject, where: str, it: Variable) -> Problems:
+    value, shown, known = it.value or "", f" = {it.value!r}", {*placeholders()}
+    filled = {*PLACEHOLDER.findall(value)}
+    yield from wrong(
+        (re.match(r"[/~]\w|[A-Z]:\\", value), f"{shown} is a path of one machine",
+         "use `used` instead of `value`, or name a file that the vendor installs on every machine"),
+        (value and (value != value.strip() or value[0] in "'\""), f"{shown} has quotes or spaces",
+         "write the value as the program reads it"),
+        (re.fullmatch(rf"{it.name}\w*=.*", value), f"{shown} repeats the name", "write only the value"),
+        (value and not it.several_nodes and it.condition.startswith("several nodes"),
+         f"{shown} is set for one node, too, but its condition is {it.condition!r}",
+         "add several_nodes: true; condition is only a text"),
+        (value and it.condition and not any((it.unless, it.several_nodes, it.chips, it.versions)),
+         f"{shown} is always set, and condition is {it.condition!r}, which is only a text",
+         "use `used` instead of `value`, or restrict it by unless, several_nodes, chips or versions"),
+        (it.several_nodes and not value, ": several_nodes has no effect without value", "give value, or remove it"),
+        *((True, f" has the unknown placeholder {each}",
+           "write {address}, {interface}, {adapters}, or the value itself") for each in sorted(filled - known)),
+        (filled & known and not it.several_nodes, f"{shown} is set for one node, too",
+         "add several_nodes: true: a job on one node needs no interface or adapter"),
+        (value and OF_MACHINE.search(it.name) and "{" not in value, f"{shown} is the name of a device of one machine",
+         "write {interface} or {adapters}, or `used` instead of `value`: flagcore fills in what differs"),
+        (value and it.name in _selecting(plugin), f"{shown} selects devices",
+         "use `used` instead of `value`: flagcore sets them to the devices of each trial"),
+        where=where,
+    )  # fmt: skip
 
 
 def _unknown_condition(it: Variable, plugin: Subject) -> bool:
@@ -117,8 +134,7 @@ def _unknown_condition(it: Variable, plugin: Subject) -> bool:
 def _meant(it: Variable, plugin: Subject) -> str:
     """Return the known name that `overridden_by` nearly is, or an empty string."""
     names = sorted({*_others_names(plugin), *(each.name for each in plugin.variables)})
-    near = (name for name in names if it.overridden_by and is_near(it.overridden_by, name))
-    return "" if it.overridden_by in names else next(near, "")
+    return nearest(it.overridden_by, names) if it.overridden_by and it.overridden_by not in names else ""
 
 
 def _reader(it: Variable, plugin: Subject) -> str:
@@ -174,48 +190,26 @@ def _unread(it: Variable, plugin: Subject) -> str:
 
 
 BOTH = "name the same variables in `visible` of the detector and in environment.yaml"
-CHECKS = (
-    table(
-        "variables_hold_for_all_users", _variables,
-        Rule(lambda it, of: re.match(r"[/~]\w|[A-Z]:\\", it.value or ""), " = {it.value!r} is a path of one machine",
-             "use `used` instead of `value`, or name a file that the vendor installs on every machine"),
-        Rule(lambda it, of: it.value and (it.value != it.value.strip() or it.value[0] in "'\""),
-             " = {it.value!r} has quotes or spaces", "write the value as the program reads it"),
-        Rule(lambda it, of: re.fullmatch(rf"{it.name}\w*=.*", it.value or ""), " = {it.value!r} repeats the name",
-             "write only the value"),
-        Rule(lambda it, of: it.value and not it.several_nodes and it.condition.startswith("several nodes"),
-             " = {it.value!r} is set for one node, too, but its condition is {it.condition!r}",
-             "add several_nodes: true; condition is only a text"),
-        Rule(lambda it, of: it.value and it.condition and not any((it.unless, it.several_nodes, it.chips, it.versions)),
-             " = {it.value!r} is always set, and condition is {it.condition!r}, which is only a text",
-             "use `used` instead of `value`, or restrict it by unless, several_nodes, chips or versions"),
-        Rule(lambda it, of: it.several_nodes and not it.value, ": several_nodes has no effect without value",
-             "give value, or remove it"),
-        Rule(lambda it, of: sorted(_filled(it) - {*placeholders()}), " has the unknown placeholder {found}",
-             "write {address}, {interface}, {adapters}, or the value itself"),
-        Rule(lambda it, of: _filled(it) & {*placeholders()} and not it.several_nodes,
-             " = {it.value!r} is set for one node, too",
-             "add several_nodes: true: a job on one node needs no interface or adapter"),
-        Rule(lambda it, of: it.value and OF_MACHINE.search(it.name) and "{" not in it.value,
-             " = {it.value!r} is the name of a device of one machine",
-             "write {interface} or {adapters}, or `used` instead of `value`: flagcore fills in what differs"),
-        Rule(lambda it, of: it.value and it.name in _selecting(of), " = {it.value!r} selects devices",
-             "use `used` instead of `value`: flagcore sets them to the devices of each trial"),
-    ),
-    table(
-        "variables_have_their_meaning", _variables,
-        Rule(_meant, ".overridden_by = {it.overridden_by!r}, but {found} is known", "correct the name"),
-        Rule(_unknown_condition, ".unless = {it.unless!r} is unknown",
-             "name a setting of a training engine, as in docs/spec.md"),
-        Rule(_reader, " is for {found} reads it",
-             "use the engine that reads the variable"),
-        Rule(_unread, " {found}, but discover.py does not read it", BOTH),
-        Rule(_differences, " has {found}", "write the value of the others, or restrict the variable to what differs"),
-        Rule(_usual_placeholder, " = {it.value!r}, and {found}",
-             "write what they fill in: {interface} for sockets, {adapters} for InfiniBand, {address} for hosts"),
-        Rule(_foreign, " begins with {found} reads", "remove it, or write this vendor's variable of the same meaning"),
-    ),
-)  # fmt: skip
+
+
+@check(each=_variables)
+def variables_have_their_meaning(plugin: Subject, where: str, it: Variable) -> Problems:
+    parts = (_meant, _reader, _unread, _usual_placeholder)
+    meant, reader, unread, usual = (part(it, plugin) for part in parts)
+    yield from wrong(
+        (meant, f".overridden_by = {it.overridden_by!r}, but {meant} is known", "correct the name"),
+        (_unknown_condition(it, plugin), f".unless = {it.unless!r} is unknown",
+         "name a setting of a training engine, as in docs/spec.md"),
+        (reader, f" is for {reader} reads it", "use the engine that reads the variable"),
+        (unread, f" {unread}, but discover.py does not read it", BOTH),
+        *((True, f" has {each}", "write the value of the others, or restrict the variable to what differs")
+          for each in _differences(it, plugin)),
+        (usual, f" = {it.value!r}, and {usual}",
+         "write what they fill in: {interface} for sockets, {adapters} for InfiniBand, {address} for hosts"),
+        *((True, f" begins with {each} reads", "remove it, or write this vendor's variable of the same meaning")
+          for each in _foreign(it, plugin)),
+        where=where,
+    )  # fmt: skip
 
 
 @check(BOTH)
@@ -243,7 +237,7 @@ def _shared_prefixes(prefixes: Sequence[str], shared: Sequence[str]) -> Iterator
 
 @check("write the same, or a pattern of this vendor's own text")
 def failures_agree_with_other_plugins(plugin: Subject) -> Problems:
-    theirs = [each for quirks in _others_files(plugin, read_quirks) for each in quirks.failures]
+    theirs = [each for _, quirks in others_files(plugin, read_quirks) for each in quirks.failures]
     for place, each in enumerate(plugin.quirks.failures):
         for key in ("state", "weak"):
             values = {getattr(one, key) for one in theirs if one.pattern == each.pattern}

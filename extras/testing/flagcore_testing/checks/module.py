@@ -93,11 +93,16 @@ def _stable_values(chip: Chip) -> object:
 
 def _imports(path: Path) -> Iterator[tuple[str, int]]:
     for node in ast.walk(ast.parse(path.read_text("utf-8"), filename=str(path))):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            inner = [f"flagcore.{alias.name}" for alias in node.names] if node.module == "flagcore" else [node.module]
-            yield from ((name, node.lineno) for name in inner)
+        yield from _imports_of(node)
+
+
+def _imports_of(node: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield each module that a statement imports from another package, with its line number."""
+    if isinstance(node, ast.Import):
+        yield from ((alias.name, node.lineno) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        inner = [f"flagcore.{alias.name}" for alias in node.names] if node.module == "flagcore" else [node.module]
+        yield from ((name, node.lineno) for name in inner)
 
 
 ENVIRONMENT = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "LANG", "LC_ALL")
@@ -284,11 +289,8 @@ def _files(folder: Path) -> set[str]:
 def _top_level_imports(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
     """Yield each package that the module imports when it is loaded, with its line number."""
     for node in body:
-        if isinstance(node, ast.Import):
-            yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0], node.lineno
-        elif isinstance(node, ast.Try):
+        yield from ((name.partition(".")[0], line) for name, line in _imports_of(node))
+        if isinstance(node, ast.Try):
             yield from _top_level_imports([*node.body, *node.orelse, *node.finalbody])
         elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
             yield from _top_level_imports([*node.body, *node.orelse])

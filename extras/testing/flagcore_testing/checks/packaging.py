@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from flagcore import __version__
-from flagcore.domain.chip import Chip
+from flagcore.domain.chip import Support
 from flagcore.plugins import GROUP
 from flagcore.plugins.entry_points import installed
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need, wrong
@@ -199,18 +199,18 @@ def maturity_matches_the_files(plugin: Subject) -> Problems:
         return
     maturity, shared = plugin.maturity, {chip for chip, file in shared_costs(plugin.package) if file == "curve.yaml"}
     claims = (*maturity.run_on_hardware, *maturity.checked_on_transcripts, *maturity.from_documents)
-    run, named = _chips_of(maturity.run_on_hardware), [(each.what, name) for each in claims for name in each.chips]
-    works = [engine for chip, engine in plugin.pairs() if _works(plugin, chip, engine)]
+    run, described = _chips_of(maturity.run_on_hardware), _chips_of(claims, "facts of the chips")
+    works = [each for chip, each in plugin.pairs() if plugin.loaded.engine_support(chip, each).support is Support.YES]
     measured = _folders_with(plugin, "provenance.yaml", without="\nsource:")
-    for what, name in named:
-        if name not in chips.values():
-            yield Problem(f"maturity.yaml: {what!r} names the unknown chip {name!r}", "name chips of chips/*.yaml")
-    for name in sorted(chips.keys() - _chips_of(claims, "facts of the chips")):
-        text = f"maturity.yaml: {chips[name]} is missing in 'facts of the chips'"
-        yield Problem(text, "list every chip there, with how its facts were checked")
-    for name in sorted(measured - run):
-        text = f"maturity.yaml: run_on_hardware lacks {name}, although costs/{name} has measured kernels"
-        yield Problem(text, "add the kernel times there, with software and date")
+    yield from wrong(
+        *((name not in chips.values(), f"{each.what!r} names the unknown chip {name!r}", "name chips of chips/*.yaml")
+          for each in claims for name in each.chips),
+        *((True, f"{chips[name]} is missing in 'facts of the chips'",
+           "list every chip there, with how its facts were checked") for name in sorted(chips.keys() - described)),
+        *((True, f"run_on_hardware lacks {name}, although costs/{name} has measured kernels",
+           "add the kernel times there, with software and date") for name in sorted(measured - run)),
+        where="maturity.yaml: ",
+    )  # fmt: skip
     if works and not run:
         text = f"engines.yaml says works: true ({works[0]}), but maturity.yaml has no run_on_hardware"
         yield Problem(text, "add the run, or remove works: true")
@@ -254,10 +254,6 @@ def _claim_problems(plugin: Subject, claim: Claim, files: Sequence[Transcript]) 
         found = {chip.name for chip in plugin.chips if any(map(chip.has_name, listed))}
         for name in sorted({*claim.chips} - found):
             yield Problem(f"{where} has the chip {name}, which its files do not list", "leave it out")
-
-
-def _works(plugin: Subject, chip: Chip, engine: str) -> bool:
-    return plugin.loaded.engine_support(chip, engine).support.name == "YES"
 
 
 @check()

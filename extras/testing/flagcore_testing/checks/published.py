@@ -1,7 +1,6 @@
 """Checks of the published runs that a plugin ships."""
 
 import re
-from collections.abc import Mapping
 from math import prod
 
 from flagcore import plugins
@@ -16,6 +15,7 @@ UTILIZATION, OF_EXPERTS = (0.08, 0.95), (0.02, 0.95)
 """Range of the share of the peak that a published run reaches, from the flops of its matrix products, and of one of a
 mixture of experts. 0.06 to 0.74 are known."""
 ADDRESS = re.compile(r"^https?://[\w.-]+\.\w+")
+DEVICES = ("devices", "devices_per_node")
 DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
@@ -81,8 +81,9 @@ def published_runs_can_be_found(plugin: Subject) -> Problems:
     for name, times in repeated(str(each.get("id")) for each in records):
         yield Problem(f"published.jsonl: {times} lines have the id {name!r}", "give each run its own id")
     for each in records:
-        cluster, candidate = (dict(part) if isinstance(part, dict) else {} for part in _parts(each))
-        devices, node = (found if isinstance(found := cluster.get(key), int) else 0 for key in NODES)
+        parts = (each.get("cluster"), each.get("candidate"))
+        cluster, candidate = (part if isinstance(part, dict) else {} for part in parts)
+        devices, node = (found if isinstance(found := cluster.get(key), int) else 0 for key in DEVICES)
         degrees = prod(degree for name in DEGREES if isinstance(degree := candidate.get(name, 1), int))
         shown = f"cluster.devices = {devices} is no multiple of"
         yield from wrong(
@@ -94,10 +95,3 @@ def published_runs_can_be_found(plugin: Subject) -> Problems:
              "count all devices of the job"),
             where=f"published.jsonl: {each.get('id')!r}: ",
         )  # fmt: skip
-
-
-NODES = ("devices", "devices_per_node")
-
-
-def _parts(record: Mapping[str, object]) -> tuple[object, object]:
-    return record.get("cluster"), record.get("candidate")

@@ -27,16 +27,16 @@ import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from flagcore_vendorkit.detection import DeviceDetector
 from flagcore_vendorkit.engines import VariableKnob, all_knobs, read_engines
+from flagcore_vendorkit.fields import build, read_yaml
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.knob import Effect
-from flagcore.errors import SpecError
-from flagcore.spec.plain_data import parse_yaml
 from flagcore_testing.checks.bounds import BANDWIDTH, HOST, LINK, MEMORY, NIC, PEAK, WATTS
 from flagcore_testing.checks.detector import detector_of
 from flagcore_testing.kit import Problem, Problems, Subject, check, need
@@ -62,28 +62,28 @@ TOLERANCE = 0.012
 """Difference of a figure from its second entry: sources round to three digits."""
 
 
-def _section(plugin: Subject, name: str) -> Mapping[str, Any]:
+@dataclass(frozen=True)
+class Facts:
+    """The content of `tests/facts.yaml`."""
+
+    chips: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _facts(plugin: Subject) -> Facts:
     file = plugin.source / FILE
     need(file.is_file(), f"the plugin has no {FILE}")
-    content = parse_yaml(file.read_text("utf-8"), file=FILE)
-    for key in [each for each in content if each not in ("chips", "settings")] if isinstance(content, Mapping) else ():
-        raise SpecError(file=FILE, key=str(key), problem="is not a section", fix="write chips or settings")
-    section = content.get(name, {}) if isinstance(content, Mapping) else content
-    if not isinstance(section, Mapping):
-        raise SpecError(file=FILE, key=name, value=section, problem="must be a mapping")
-    return section
+    facts: Facts = build(Facts, read_yaml(file.read_text("utf-8"), FILE), FILE)
+    return facts
 
 
 @check(f"read the source again, and correct the figure or its second entry in {FILE}")
 def figures_agree_with_their_second_entry(plugin: Subject) -> Problems:
-    content, known = _section(plugin, "chips"), {chip.name: chip for chip in plugin.own_chips()}
+    content, known = _facts(plugin).chips, {chip.name: chip for chip in plugin.own_chips()}
     for name in sorted(content.keys() - known.keys()):
         yield Problem(f"{FILE} has {name!r}, which is no chip of the plugin", "write the chip's name")
     for name, chip in known.items():
-        figures = content.get(name) or {}
-        if not isinstance(figures, Mapping):
-            raise SpecError(file=FILE, key=f"chips.{name}", value=figures, problem="must be a mapping")
-        entry = {str(key): str(value) for key, value in figures.items()}
+        entry = {key: str(value) for key, value in (content.get(name) or {}).items()}
         for path, fact in chip.figures.items():
             key = KEYS.get(path, path.removeprefix(PEAK))
             yield from _figure_problems(chip, key, path, fact.value, entry.pop(key, None))
@@ -151,8 +151,8 @@ def _example(key: str) -> str:
 
 @check(f"read the vendor's files again, and correct the name or value, or its second entry in {FILE}")
 def settings_agree_with_their_second_entry(plugin: Subject) -> Problems:
-    section, used = _section(plugin, "settings"), dict(_settings(plugin))
-    for key in sorted({*map(str, section)} - {*used}):
+    section, used = _facts(plugin).settings, dict(_settings(plugin))
+    for key in sorted({*section} - {*used}):
         yield Problem(f"{FILE}: settings has {key!r}", f"write {', '.join(used)}")
     for key, names in used.items():
         entry = section.get(key) or []

@@ -41,7 +41,8 @@ def _number(match: re.Match[str], unit: int = 2) -> float:
     return float(match[1].replace(",", "")) * UNITS.get(match[unit], BITS)
 
 
-def _close(value: float, other: float, tolerance: float = 0.01) -> bool:
+def is_close(value: float, other: float, tolerance: float = 0.01) -> bool:
+    """Return whether two figures differ by less than a share of the second one."""
     return abs(value / other - 1) < tolerance if other else False
 
 
@@ -58,7 +59,7 @@ def link_rates_are_one_way_and_of_all_links(chip: Chip, link: Link) -> Problems:
         yield f"{shown} {f'has a source for {two_way[0]!r}' if two_way else 'does not say whether it is one way'}"
     has_peers = min(chip.devices_per_node, link.domain_size or 3) >= 3
     for one in map(_number, ONE_LINK.finditer(detail)) if has_peers and link.topology in ("mesh", "switch") else ():
-        if _close(fact.value, one) or _close(fact.value, 0.5 * one):
+        if is_close(fact.value, one) or is_close(fact.value, 0.5 * one):
             fix = "add the rates of all links of a device: collectives use them together"
             yield Problem(f"{shown} is that of one of its links", fix)
 
@@ -71,7 +72,7 @@ def pcie_rates_are_one_way(chip: Chip) -> Problems:
             continue
         words = f"{chip.link.name if chip.link and key == LINK else ''} {fact.source.detail}"
         limit, shown = _pcie_rate(words), f"{chip.name}: {key} = {fact.value:g}"
-        is_half = limit and _close(fact.value / limit, 0.5) and not re.search(r"halved|share|device of|die\b", words)
+        is_half = limit and is_close(fact.value / limit, 0.5) and not re.search(r"halved|share|device of|die\b", words)
         if limit and (not 0.4 * limit < fact.value < 1.05 * limit or is_half):
             yield f"{shown}, but one direction of its interface carries {limit:g}"
         elif fact.value > LARGEST_PCIE and not ONE_WAY.search(f"{words} {chip.notes}"):
@@ -123,7 +124,7 @@ def _differences(key: str, fact: Fact, chip: Chip) -> Iterator[str]:
         says, ratio = f"but its source has {shown}", whole / (number or math.nan)
         if _is_slip(key, fact, chip, whole, ratio, numbers):
             yield f"{says}{after_halving}: {number / share:g}; the figure is {ratio:.3g} times as much"
-        if cards > 1 and PER_CARD.match(after) and _close(ratio, 1.0, 0.025):
+        if cards > 1 and PER_CARD.match(after) and is_close(ratio, 1.0, 0.025):
             yield f"{says} for a card of {cards} devices"
         if sharing > 1 and ratio > 1.01 * share / sharing:
             yield f"{says} for {sharing} devices: {number / sharing:g} each"
@@ -131,19 +132,20 @@ def _differences(key: str, fact: Fact, chip: Chip) -> Iterator[str]:
 
 def _is_slip(key: str, fact: Fact, chip: Chip, whole: float, ratio: float, numbers: Sequence[float]) -> bool:
     """Return whether a slip leads from a number of the source to the figure. That of another peak is none."""
-    if _is_one_of(whole, numbers):
+    if is_one_of(whole, numbers):
         return False
     if key.startswith(PEAK):
         peaks = [peak.value for peak in chip.dense_flops_per_second.values()]
-        is_explained = _is_one_of(whole / ratio, peaks) or _is_one_of(whole, numbers, 0.15)
+        is_explained = is_one_of(whole / ratio, peaks) or is_one_of(whole, numbers, 0.15)
         is_half = key in (BF16, FP16) and 1.96 <= ratio <= 2.27 and not is_explained
-        return is_half or _is_one_of(ratio, POWERS_OF_TEN, 0.01)
+        return is_half or is_one_of(ratio, POWERS_OF_TEN, 0.01)
     of_rates = (*BITS_OR_BYTES[: 1 if key == NIC else 2], *(WAYS if fact.source.kind != "estimated" else ()))
-    return _is_one_of(ratio, (*POWERS_OF_TEN, *(of_rates if key != WATTS else ())), 0.01)
+    return is_one_of(ratio, (*POWERS_OF_TEN, *(of_rates if key != WATTS else ())), 0.01)
 
 
-def _is_one_of(value: float, numbers: Sequence[float], tolerance: float = 0.03) -> bool:
-    return any(_close(value, number, tolerance) for number in numbers)
+def is_one_of(value: float, numbers: Sequence[float], tolerance: float = 0.03) -> bool:
+    """Return whether a figure is close to one of several."""
+    return any(is_close(value, number, tolerance) for number in numbers)
 
 
 def _stated(key: str, detail: str) -> list[tuple[str, float, str]]:

@@ -144,9 +144,8 @@ def telemetry_is_what_a_person_reads(plugin: Subject) -> Problems:
 def _differences(plugin: Subject, each: Transcript) -> Iterator[str]:
     """Yield the figures of a device that differ from those in `reads`."""
     place = each.reads.get("device", 0)
-    with fakes.machine(fakes.printing(each)), fakes.uncached():
-        readers = [plugin.loaded.telemetry(device) for device in fakes.ask(plugin) if device.index == place]
-        sample = next((reader.sample() for reader in readers if reader), {})
+    with fakes.readers(plugin, each) as readers:
+        sample = next((reader.sample() for device, reader in readers if device.index == place), {})
     for key, (name, unit) in READ.items():
         read, value = each.reads.get(key), sample.get(name)
         found = None if value is None else value / unit
@@ -168,9 +167,8 @@ def processes_are_read(plugin: Subject) -> Problems:
         table = each.text[match.start() :] if (match := re.search("process", each.text, re.I)) else ""
         if not (row := PROCESS.search(table)):
             continue
-        with fakes.machine(fakes.printing(each)), fakes.uncached():
-            readers = [plugin.loaded.telemetry(device) for device in fakes.ask(plugin)]
-            used = [use().processes for reader in readers if (use := getattr(reader, "use", None))]
+        with fakes.readers(plugin, each) as readers:
+            used = [use().processes for _, reader in readers if (use := getattr(reader, "use", None))]
         if used and not any(used):
             yield f"flagcore_telemetry: {each.name} has the process {' '.join(row[0].split())!r}, and no device a user"
 

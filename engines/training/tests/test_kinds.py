@@ -1,0 +1,146 @@
+"""Stages of models with several kinds of layers."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from flagcore_models.mixers.mamba2 import Mamba2
+from flagcore_training.kinds import layer_kinds
+from flagcore_training.layout import DEFAULTS, Layout, Options, Training
+from flagcore_training.splits import StageLayers
+from flagcore_training.stages import layer_input_bytes, placed, stage, stages
+from flagcore_training.time.step import passes
+from flagcore_training.weights import parts_of_model, stage_parameters
+
+from engines.models.tests.examples import layer_of
+from engines.training.tests.simulation import LLAMA, layout, plain_costs, rank_memory, train
+from flagcore.domain.model import Layer, Model
+
+MAMBA = Mamba2(num_heads=128, head_dim=64, state_size=128)
+FULL, WINDOW, STATE = (layer_of(LLAMA, each) for each in ({}, {"window": 128}, MAMBA))
+EXPERTS = replace(LLAMA, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=4096, vocab_size=1024)
+MIXED = replace(LLAMA, num_layers=12, layers=(*(STATE,) * 6, *(FULL, STATE) * 3), vocab_size=1024)
+SPARSE = replace(
+    EXPERTS,
+    num_layers=8,
+    moe_first_dense_layers=1,
+    layers=(FULL, *(layer_of(EXPERTS, MAMBA, "experts"), layer_of(EXPERTS, {}, "experts")) * 3, WINDOW),
+)
+
+
+LOOP = replace(MIXED, num_layers=24, layers=(*MIXED.layers, *(replace(each, repeats=True) for each in MIXED.layers)))
+
+
+def numbers(model: Model, split: Layout, index: int, options: Options = DEFAULTS) -> list[float]:
+    """Return the number of layers of each kind on a stage."""
+    return [float(each[0]) for each in stage(model, split, np.array([float(index)]), options).numbers]
+
+
+def work(model: Model, **values: Any) -> Training:
+    return train(model, transformer_engine=True, **values)
+
+
+@pytest.mark.parametrize("layers", [(), (FULL,) * 32, (STATE,) * 32])
+def test_layers_that_are_alike_are_of_one_kind(layers: tuple[Layer, ...]) -> None:
+    model = replace(LLAMA, layers=layers)
+    assert layer_kinds(model).are_plain
+    assert numbers(model, layout(pipeline=4.0), 1) == [8]
+
+
+@pytest.mark.parametrize(
+    ("virtual", "index", "counts"),
+    [
+        (1.0, 0, [6, 0]),
+        (1.0, 1, [3, 3]),
+        (2.0, 0, [3 + 1, 2]),  # layers 0 to 2 and 6 to 8
+        (2.0, 1, [3 + 2, 1]),
+    ],
+)
+def test_a_stage_has_its_own_layers(virtual: float, index: int, counts: list[int]) -> None:
+    assert numbers(MIXED, layout(pipeline=2.0, virtual=virtual), index) == counts
+
+
+def test_the_leading_dense_layers_of_each_stage_are_counted_apart() -> None:
+    assert [numbers(SPARSE, layout(pipeline=2.0), index) for index in (0, 1)] == [[1, 2, 1, 0], [0, 1, 2, 1]]
+    assert [stage(SPARSE, layout(pipeline=2.0), np.full(1, index)).leading for index in (0.0, 1.0)] == [1, 0]
+
+
+@pytest.mark.parametrize("model", [MIXED, SPARSE, LOOP])
+@pytest.mark.parametrize("sizes", [{"pipeline": 4.0}, {"pipeline": 2.0, "virtual": 2.0}, {"pipeline": 3.0}])
+def test_stages_have_the_weights_of_the_model(model: Model, sizes: dict[str, float]) -> None:
+    whole = stage_parameters(work(model), layout(), stage(model, layout(), np.zeros(1)))
+    split = layout(**sizes)
+    each = [
+        stage_parameters(work(model), split, stage(model, split, np.array([float(number)])))
+        for number in range(int(sizes["pipeline"]))
+    ]
+    for name in whole.keys() - {"embedding", "output_head"}:
+        assert sum(float(np.ravel(part.get(name, 0.0))[0]) for part in each) == pytest.approx(float(whole[name][0]))
+
+
+def test_layers_that_run_twice_have_the_weights_of_one_run_and_twice_its_time_and_activations() -> None:
+    once, twice = (rank_memory(work(model), layout(), 0) for model in (MIXED, LOOP))
+    assert twice.static[0] == pytest.approx(once.static[0])
+    assert 1.5 * once.activation[0] < twice.activation[0] < 2.0 * once.activation[0]
+    assert parts_of_model(work(LOOP)) == parts_of_model(work(MIXED))
+    times = [passes(work(model), layout(), plain_costs()).backward_s[0] for model in (MIXED, LOOP)]
+    assert 1.5 * times[0] < times[1] < 2.0 * times[0]
+
+
+def test_residual_streams_are_stored_before_each_block_and_sent_between_stages() -> None:
+    wide, split = replace(LLAMA, residual_streams=4, residual_weights=1000), layout(pipeline=2.0)
+    memory, more = (rank_memory(work(model), split, 1).activation[0] for model in (LLAMA, wide))
+    assert more - memory == pytest.approx((2 * 16 + 1) * 4 * layer_input_bytes(work(LLAMA), split)[0], rel=0.1)
+    assert layer_input_bytes(work(wide), split) == 4 * layer_input_bytes(work(LLAMA), split)
+    assert sum(part.params * part.layers for part in parts_of_model(work(wide))) == 6_738_415_616 + 64_000
+
+
+def test_the_time_and_memory_of_a_stage_are_those_of_its_layers() -> None:
+    split, (early, late) = (
+        layout(pipeline=2.0),
+        (replace(MIXED, layers=(*layers, *layers)) for layers in (MIXED.layers[:6], MIXED.layers[6:])),
+    )
+    mixed, first, last = (passes(work(each), split, plain_costs()) for each in (MIXED, early, late))
+    assert mixed.forward_s[0] == pytest.approx(first.forward_s[0], rel=1e-9)
+    assert mixed.forward_s[1] == pytest.approx(last.forward_s[1], rel=1e-9)
+    peaks = [[rank_memory(work(each), split, rank).peak[0] for rank in (0, 1)] for each in (MIXED, early, late)]
+    assert peaks[0] == pytest.approx([peaks[1][0], peaks[2][1]])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "counts"),
+    [("zb-v", [[3 + 2, 1], [3 + 1, 2]]), ("dualpipe", [[4.5, 1.5], [4.5, 1.5]])],
+    ids=["layers 0 to 2 and 9 to 11", "a copy of both stages"],
+)
+def test_a_schedule_that_folds_the_pipeline_has_layers_of_both_ends(schedule: str, counts: list[list[float]]) -> None:
+    options, split = Options(schedule=schedule), layout(pipeline=2.0)
+    assert [numbers(MIXED, split, index, options) for index in (0, 1)] == counts
+
+
+def test_virtual_stages_of_an_explicit_split_have_their_own_layers() -> None:
+    chunks = [StageLayers(layers=count) for count in (7, 1, 2, 2)]
+    split, options = placed(MIXED, layout(pipeline=2.0, virtual=2.0), Options(), chunks)
+    assert [numbers(MIXED, split, index, options) for index in (0, 1)] == [[6 + 1, 1 + 1], [1 + 1, 1]]
+
+
+def test_an_explicit_split_and_the_stages_that_stand_for_others() -> None:
+    chunks = [StageLayers(embedding=1, layers=8), StageLayers(layers=2), StageLayers(layers=2, loss=1)]
+    split, options = placed(MIXED, layout(pipeline=3.0), Options(), chunks)
+    assert [numbers(MIXED, split, index, options) for index in (0, 1, 2)] == [[7, 1], [1, 1], [1, 1]]
+    long = layout(pipeline=np.array([12.0, 4.0]))
+    indices = [each.index.tolist() for each in stages(MIXED, long)]
+    assert [6.0, 2.0] in indices  # the first with attention
+    assert len(indices) < 12
+
+
+def test_candidates_without_a_split_may_have_longer_pipelines_than_those_with_one() -> None:
+    four, stages_of_two = (
+        layout(pipeline=[4.0, 2.0]),
+        (StageLayers(embedding=1, layers=6), StageLayers(layers=6, loss=1)),
+    )
+    job, options = placed(MIXED, four, Options(), stages_of_two)
+    assert job.split.tolist() == [0.0, 1.0]
+    found = stages(MIXED, job, options)
+    assert sum(each.layers[0] for each in found) == 12.0
+    assert found[-1].layers[1] == 6.0
