@@ -32,6 +32,19 @@ def test_the_page_of_engines_has_all_findings() -> None:
     assert [each.name for each in FOUND if f"](../findings/{each.name})" not in page] == []
 
 
+def test_a_script_that_fails_has_changed(tmp_path: Path) -> None:
+    (tmp_path / "same.py").write_text("print(1)")
+    (tmp_path / "changed.py").write_text("assert 1 == 2, 'the output changed'")
+    assert findings.run(tmp_path / "same.py") == ""
+    assert findings.run(tmp_path / "changed.py") == "AssertionError: the output changed"
+
+
+def test_a_docstring_without_a_field_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "some.py").write_text('"""A surprise.\n\nTopic: Caches\n"""')
+    with pytest.raises(ValueError, match=r"some\.py: the docstring must have the fields"):
+        list(findings.findings(tmp_path))
+
+
 def test_releases_are_read_from_the_rules(tmp_path: Path) -> None:
     rules = tmp_path / "engines" / "some" / "flagcore_some"
     rules.mkdir(parents=True)
