@@ -81,7 +81,7 @@ def run(path: Path) -> str:
     try:
         errors = process.communicate(timeout=LIMIT_SECONDS)[1]
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)  # also pip and what it started
+        os.killpg(process.pid, signal.SIGINT)  # also pip; the script removes its folder
         process.communicate()
         return f"took longer than {LIMIT_SECONDS} s"
     return (errors.strip().rpartition("\n")[2] or f"exit {process.returncode}") if process.returncode else ""
