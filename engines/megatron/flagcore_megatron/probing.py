@@ -6,6 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from flagcore_training.kinds import layer_kinds
 from flagcore_training.reading import INVALID_JSON
 from flagcore_training.stages import stage
 from flagcore_training.start import program_launch
@@ -67,11 +68,9 @@ class MegatronProbes(Probes):
             max(range(stages), key=lambda each: figures[each].device_used_bytes),
             max(range(stages), key=lambda each: figures[each].compute_time_s or 0.0),
         }
-        expert_stages = [
-            each
-            for each in range(stages)
-            if float(stage(train.model, layout, np.array([float(each)]), train.options).moe[0]) > 0
-        ]
+        kinds, every = layer_kinds(train.model), [np.array([float(each)]) for each in range(stages)]
+        numbers = [stage(train.model, layout, each, train.options).numbers for each in every]
+        expert_stages = [place for place, each in enumerate(numbers) if np.any(kinds.with_experts(each))]
         if expert_stages and stages_to_probe.isdisjoint(expert_stages):
             stages_to_probe.add(expert_stages[0])
         return tuple(each * width for each in sorted(stages_to_probe))

@@ -217,6 +217,7 @@ HYBRID = (
     ({"window": 64}, ""),
 )
 WINDOWS = tuple(({"window": each},) for each in (128, None))
+UNEQUAL = {"num_layers": 4, "layers": (({}, ""), ({}, ""), ({},), ({},))}
 SHORT = {"sequence": 128, "precision": "fp32"}
 
 
@@ -227,6 +228,7 @@ SHORT = {"sequence": 128, "precision": "fp32"}
         ({}, {"shard": 8, "checkpointing": "selective"}, {}),
         ({"untie_embeddings_and_output_weights": False}, {"shard": 4, "tensor": 2, "micro_batch": 2}, {}),
         ({"untie_embeddings_and_output_weights": True}, {"shard": 2, "pipeline": 2, "state_dtype": "bf16"}, {}),
+        ({**UNEQUAL, "untie_embeddings_and_output_weights": True}, {"shard": 2, "pipeline": 2}, {}),
         ({"layers": WINDOWS}, {"shard": 4}, {}),
         ({**LATENT, "num_query_groups": 8}, {"shard": 4, "micro_batch": 2}, {}),
         ({"layers": ((DELTA,), ({},))}, {"shard": 4}, {"sequence": 256}),

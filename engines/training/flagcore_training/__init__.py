@@ -1,7 +1,7 @@
 """Memory, step time, parallel layouts and pipeline schedules of transformer training, for any training engine."""
 
 SDK = (
-    *("adapters", "layout", "mixes", "splits", "stages", "weights", "schedules", "critical_path", "commands", "knobs"),
+    *("adapters", "layout", "kinds", "splits", "stages", "weights", "schedules", "critical_path", "commands", "knobs"),
     *("memory.activations", "memory.adapters", "memory.states", "memory.training", "time.optimizer", "time.pace"),
     *("time.passes", "time.pipeline", "time.stage", "time.step", "lengths", "reading", "start", "microbench.kernels"),
     *("trial", "unmodelled", "rules"),

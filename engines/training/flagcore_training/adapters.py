@@ -13,14 +13,13 @@ from typing import TypeAlias, get_args
 import numpy as np
 from flagcore_models.layers import layers_of
 
-from flagcore.domain.model import Model, Product
+from flagcore.domain.model import Layer, Model, Product
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Adapter, Target, Task
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore_training.layout import Layout, Training
 from flagcore_training.lengths import ASSUMED, noted_lengths
-from flagcore_training.mixes import MeanLayer
 
 Outer: TypeAlias = Mapping[str, FloatArray | float]
 """The widths of the outputs that a linear layer computes from one input, by the name of the target."""
@@ -146,16 +145,16 @@ def absent_targets(model: Model, adapter: Adapter | None, section: str = "train"
     return absent
 
 
-def adapter_weights(train: Training, layout: Layout, mean: MeanLayer) -> tuple[FloatArray, FloatArray]:
+def adapter_weights(train: Training, layout: Layout, layer: Layer) -> tuple[FloatArray, FloatArray]:
     """Return the numbers of weights of the adapters of a layer on a rank: of dense layers, and of routed experts.
 
     Tensor parallelism splits both matrices. Each expert has an adapter of its own (without `share_expert_adapters`).
     """
     adapter, counts = train.options.adapter, {False: np.zeros(()), True: np.zeros(())}
     assert adapter is not None
-    for part, share in mean.parts:
+    for part in layer.parts:
         for product in part.products(train.model.hidden_size):
             found = weights_beside(adapter, linears([product]), joint=train.options.joint_adapters)
             is_routed = product.component == "experts"
-            counts[is_routed] = counts[is_routed] + share * product.copies * found
+            counts[is_routed] = counts[is_routed] + product.copies * found
     return counts[False] / layout.tensor, counts[True] / (layout.expert * layout.expert_tensor)

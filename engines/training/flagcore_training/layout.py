@@ -212,11 +212,6 @@ class Training:
         return replace(self, precision=self.unquantised, options=replace(self.options, wide_layers=0))
 
     @property
-    def has_plain_depths(self) -> bool:
-        """Whether the layer of multi-token prediction has the parts of the last layers."""
-        return not (self.model.layers or self.model.mtp_dense)
-
-    @property
     def weight_share(self) -> float:
         """The share of a micro-batch's activations that is stored until its weight gradients are computed, as in ZB-2p.
 
@@ -381,7 +376,9 @@ def _picked(places: IntArray, values: Sequence[T]) -> T:
     """Return the elements at the indices `places` of the concatenation of `values`."""
     first: Any = values[0]
     result: Any
-    if isinstance(first, ArrayRecord):
+    if isinstance(first, tuple):
+        result = tuple(_picked(places, each) for each in zip(*cast("Any", values), strict=True))
+    elif isinstance(first, ArrayRecord):
         parts = {
             name: _picked(places, [getattr(value, name) for value in values]) for name in first.__dataclass_fields__
         }

@@ -24,28 +24,28 @@ class StageLayers:
 
 
 MANY = 8
-"""Most stages of a split whose mixes of layers alone make them differ, so that each of them is predicted."""
+"""Most stages of a split whose kinds of layers alone make them differ, so that each of them is predicted."""
+SIZES = 6
+"""Fields of `stages.Stage` before its numbers of layers of each kind."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Splits:
     """Explicit splits of layers over stages, numbered from 1. Number 0 means that the fields of `Layout` set the split.
 
-    `contents`: the layers and ends of each stage, with the shape (splits, stages, fields of `stages.Part`).
+    `contents`: the first fields of each `stages.Stage` until its number of layers of each kind, of the shape (splits,
+    stages, `SIZES` + kinds).
     `stage_counts`: the number of stages of each split.
     `chunks`: the number of layers of each (virtual) stage in model order, with the shape (splits, virtual stages).
-    `mixes`: the number of layers of each kind on each stage (`mixes.LayerKinds`), with the shape (splits, stages,
-    kinds), for a model whose layers are unlike.
     `distinct_stages`: the indices of the first stage, the second stage and each stage that differs from the previous
     one, with the shape (splits, distinct stages). Shorter splits are padded with the index of their last stage.
     `distinct_counts`: the number of distinct stages of each split, without the padding.
-    `exact`: whether stages also differ if only their mixes do, unless more than MANY of a split would.
+    `exact`: whether stages also differ if only their kinds of layers do, unless more than MANY of a split would.
     """
 
     contents: FloatArray
     stage_counts: FloatArray
     chunks: FloatArray
-    mixes: FloatArray
     distinct_stages: FloatArray
     distinct_counts: IntArray
     exact: bool
@@ -56,26 +56,25 @@ class Splits:
         contents: FloatArray,
         stage_counts: FloatArray,
         chunks: FloatArray,
-        mixes: FloatArray,
         before: Splits | None = None,
         *,
         exact: bool = False,
     ) -> Splits:
         """Return splits with these contents and numbers of stages, numbered after the splits in `before`."""
-        given, counts = [np.zeros((1, *each.shape[1:])) for each in (contents, chunks, mixes)], np.ones(1)
+        given, counts = [np.zeros((1, *each.shape[1:])) for each in (contents, chunks)], np.ones(1)
         if before is not None:
-            given, counts = [before.contents, before.chunks, before.mixes], before.stage_counts
+            given, counts = [before.contents, before.chunks], before.stage_counts
             exact |= before.exact
-        contents, chunks, mixes = (_joined(*each) for each in zip(given, (contents, chunks, mixes), strict=True))
+        contents, chunks = (_joined(*each) for each in zip(given, (contents, chunks), strict=True))
         counts = np.concatenate((counts, stage_counts))
         index, last = np.arange(contents.shape[1]), counts[:, None] - 1.0
-        is_distinct, differs = np.ones(contents.shape[:2], dtype=np.bool_), mixes[:, 2:] != mixes[:, 1:-1]
-        is_distinct[:, 2:] = (contents[:, 2:] != contents[:, 1:-1]).any(axis=2)
+        is_distinct, differs = np.ones(contents.shape[:2], dtype=np.bool_), contents[:, 2:] != contents[:, 1:-1]
+        is_distinct[:, 2:] = differs[:, :, :SIZES].any(axis=2)
         has_few = exact & ((is_distinct[:, 2:] | differs.any(axis=2)).sum(axis=1) <= MANY)
         is_distinct[:, 2:] |= differs.any(axis=2) & has_few[:, None]
         distinct_stages = np.sort(np.where(is_distinct & (index < last), index, last), axis=1)
         distinct_counts = np.maximum((distinct_stages < last).sum(axis=1), 1)
-        return cls(contents, counts, chunks, mixes, distinct_stages[:, : distinct_counts.max()], distinct_counts, exact)
+        return cls(contents, counts, chunks, distinct_stages[:, : distinct_counts.max()], distinct_counts, exact)
 
 
 def _joined(first: FloatArray, second: FloatArray) -> FloatArray:

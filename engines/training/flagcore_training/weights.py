@@ -10,7 +10,6 @@ import numpy as np
 from flagcore_models.layers import (
     depth_layer,
     depth_weights,
-    experts_of,
     layer_embeddings,
     mixer_counts,
     network_counts,
@@ -20,13 +19,13 @@ from flagcore_models.layers import (
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.networks.experts import Experts
 
-from flagcore.domain.model import Model, Part
+from flagcore.domain.model import Layer, Model, Part
 from flagcore.domain.prediction import ModelPart
 from flagcore.domain.space import FloatArray
 from flagcore_training.adapters import adapter_weights
+from flagcore_training.kinds import layer_kinds
 from flagcore_training.layout import Layout, Training
-from flagcore_training.mixes import MeanLayer, Share, mean_layer
-from flagcore_training.stages import Stage, stage_layer
+from flagcore_training.stages import Stage
 from flagcore_training.vision import tower_flops, tower_weights
 
 Parts = dict[str, FloatArray]
@@ -47,28 +46,21 @@ def padded_vocab(model: Model, tensor: FloatArray) -> FloatArray:
     return np.ceil(model.vocab_size / multiple) * multiple
 
 
-def layer_parameters(train: Training, layout: Layout, *, moe: bool, stage: Stage | None = None) -> Parts:
-    """Return the number of weights of one layer on one rank, by component: of a model's mean layer, or of a stage's."""
-    mean = mean_layer(train.model, experts=moe) if stage is None else stage_layer(train.model, stage, moe=moe)
-    return mean_parameters(train, layout, mean)
-
-
-def mean_parameters(train: Training, layout: Layout, mean: MeanLayer) -> Parts:
-    """Return the number of weights of a mean layer on one rank, by component.
+def layer_parameters(train: Training, layout: Layout, layer: Layer) -> Parts:
+    """Return the number of weights of a layer on one rank, by component.
 
     Tensor-parallel ranks have whole the products without a split. Of those that compress the input of latent attention,
     this holds for transformer-engine's layers only. Each part has a norm before it. Source: megatron-core 0.16
     `transformer/`.
     """
-    model, tensor = train.model, layout.tensor
-    parts = dict.fromkeys(("qkv_proj", "out_proj"), np.zeros_like(tensor))
-    norms: Share = 0.0
-    for part, share in mean.parts:
-        norms = norms + share * (model.hidden_size + model.residual_weights + part.norm_weights)
-        add_parts(parts, part_weights(train, layout, part), share)
-    parts["norms"] = norms + np.zeros_like(tensor)
+    model, zeros = train.model, np.zeros_like(layout.tensor)
+    parts = dict.fromkeys(("qkv_proj", "out_proj"), zeros)
+    for part in layer.parts:
+        add_parts(parts, part_weights(train, layout, part))
+    norms = sum(model.hidden_size + model.residual_weights + part.norm_weights for part in layer.parts)
+    parts["norms"] = norms + zeros
     if train.options.adapter:
-        parts["adapters"], parts["expert_adapters"] = adapter_weights(train, layout, mean)
+        parts["adapters"], parts["expert_adapters"] = adapter_weights(train, layout, layer)
     return parts
 
 
@@ -116,24 +108,26 @@ def edge_parameters(
     return parts
 
 
-def depth_mean(model: Model) -> MeanLayer:
-    """Return the layer of a depth of multi-token prediction."""
-    return MeanLayer.of_parts((part, 1.0) for part in depth_layer(model).parts)
+def depth_parameters(train: Training, layout: Layout) -> Parts:
+    """Return the number of weights of one depth of multi-token prediction, by component, without adapters.
 
-
-def mtp_parameters(train: Training, layout: Layout) -> Parts:
-    """Return the number of weights of all multi-token prediction depths, by component. Source: megatron-core 0.16."""
-    model, depths = train.model, train.model.mtp_num_layers
-    layer = mean_parameters(train, layout, depth_mean(model))
+    Source: megatron-core 0.16.
+    """
+    model = train.model
+    layer = layer_parameters(train, layout, depth_layer(model))
     extra_weights = (depth_weights(model) - 3 * model.hidden_size) / layout.tensor + 3 * model.hidden_size
     dense = sum((count for name, count in layer.items() if name not in EXPERT_PARTS + ADAPTER_PARTS), extra_weights)
-    depths = 1 if model.mtp_use_repeated_layer else depths
-    return {"mtp": depths * dense, "experts": depths * layer.get("experts", np.zeros_like(dense))}  # without adapters
+    return {"mtp": dense, "experts": layer.get("experts", np.zeros_like(dense))}
 
 
 def own_share(model: Model) -> float:
     """Return the share of layers that have weights of their own. The others repeat them, alike on all stages."""
     return len(own_layers(model)) / model.num_layers
+
+
+def own_depths(model: Model) -> float:
+    """Return the share of multi-token prediction depths that have weights of their own."""
+    return 1.0 / model.mtp_num_layers if model.mtp_use_repeated_layer else 1.0
 
 
 def stage_parameters(train: Training, layout: Layout, stage: Stage) -> Parts:
@@ -142,11 +136,10 @@ def stage_parameters(train: Training, layout: Layout, stage: Stage) -> Parts:
     parts = edge_parameters(
         train, layout, first=stage.first, last=stage.last, mtp=(stage.mtp > 0).astype(np.float64), norm=stage.final_norm
     )
-    add_parts(parts, layer_parameters(train, layout, moe=False, stage=stage), stage.dense * copies)
-    if experts_of(model) is not None:
-        add_parts(parts, layer_parameters(train, layout, moe=True, stage=stage), stage.moe * copies)
+    for layer, number in zip(layer_kinds(model).layers, stage.numbers, strict=True):
+        add_parts(parts, layer_parameters(train, layout, layer), number * copies)
     if model.mtp_num_layers:
-        add_parts(parts, mtp_parameters(train, layout), stage.mtp / model.mtp_num_layers)
+        add_parts(parts, depth_parameters(train, layout), stage.mtp * own_depths(model))
     return parts
 
 
@@ -217,7 +210,7 @@ def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[Model
         counts[key] = counts.get(key, 0) + number
     found += [ModelPart(name, weights, number) for (name, weights), number in counts.items()]
     if model.mtp_num_layers:
-        mtp_weights = sum(float(each[0]) for each in mtp_parameters(train, layout).values())
-        found.append(ModelPart("MTP", mtp_weights / model.mtp_num_layers, model.mtp_num_layers))
+        mtp_weights = sum(float(each[0]) for each in depth_parameters(train, layout).values())
+        found.append(ModelPart("MTP", mtp_weights * own_depths(model), model.mtp_num_layers))
     found.append(ModelPart("Output", sum(edges.values()) - edges["embedding"], 1))
     return tuple(found)

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_models.layers import layers_of
 from flagcore_training.layout import ArrayRecord, Layout, Options, Training
 from flagcore_training.lengths import attention_length, in_time, packs, slowest
-from flagcore_training.mixes import mean_layer
 from flagcore_training.time.layer import REORDER_LAUNCHES, layer_time
 from flagcore_training.time.pace import Pace
 from flagcore_training.time.passes import Seconds
@@ -95,7 +95,7 @@ def test_sequences_of_a_pack_that_are_taken_one_by_one_keep_the_host_busy() -> N
 
     def forward(lengths: Lengths | None = MIXED, **options: Any) -> Seconds:
         job = replace(train, lengths=lengths, options=replace(train.options, **options))
-        return layer_time(job, two, plain_costs(), mean_layer(job.model, experts=False)).forward
+        return layer_time(job, two, plain_costs(), layers_of(job.model)[0]).forward
 
     fused, whole = forward(one_by_one=True), forward(rope_fusion=False)
     apart = forward(rope_fusion=False, one_by_one=True)

@@ -54,10 +54,11 @@ def test_a_layer_with_another_mixer_has_its_weights_and_stores_what_its_kernels_
     attention = 4 * LLAMA.hidden_size**2
     added = parameters(other, split, 0) - parameters(model, split, 0)
     assert added == pytest.approx((divided - attention) / tensor + whole)
-    stored = [float(Kinds.from_layout(train(each), split).dense.parts["mixers"][0]) for each in (model, other)]
+    tables = [component_table(train(each), split, np.zeros(1)) for each in (model, other)]
+    stored = [float(table["mixers"]["activation_bytes"][0]) for table in tables]
     tokens = 4096
     of_layers = 2 * tokens * LLAMA.hidden_size + 2 * tokens * mixer.saved / tensor
-    assert stored[1] - stored[0] == pytest.approx(of_layers / 32)
+    assert stored[1] - stored[0] == pytest.approx(of_layers)
 
 
 @pytest.mark.parametrize(("repeated", "times"), [(False, 2), (True, 1)])
@@ -155,7 +156,7 @@ def test_the_budget_of_a_cluster_comes_before_the_memory_of_its_chip() -> None:
 
 
 def stored_of_layer(model: Model, **work: Any) -> float:
-    return float(Kinds.from_layout(train(model, **work), layout()).dense.stored[0])
+    return float(Kinds.from_layout(train(model, **work), layout()).plain[0].stored[0])
 
 
 def test_a_layer_stores_the_bytes_of_the_2022_paper() -> None:

@@ -198,7 +198,7 @@ def test_overlapped_experts_hold_one_more_pass_and_part_of_a_layer() -> None:
     job = train(dataclasses.replace(MOE, vocab_size=1024), transformer_engine=True)
     hidden = changed(job, overlap_expert_comm=True)
     extra = rank_memory(hidden, split, 0).activation - rank_memory(job, split, 0).activation
-    layer = Kinds.from_layout(job, split).moe.stored
+    layer = Kinds.from_layout(job, split).plain[-1].stored
     assert extra[0] == 0  # nothing runs beside the only micro-batch
     assert (extra[1:] > 0).all()
     assert (extra[1:] < 1.2 * layer[1:]).all()

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_models.layers import layers_of
 from flagcore_models.mixers.indexer import Indexer
 from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_training.layout import Layout, Options, Training, distinct
-from flagcore_training.mixes import mean_layer
 from flagcore_training.time.layer import layer_time
 from flagcore_training.time.step import rank_time, step_time
 from flagcore_training.weights import model_flops
@@ -271,6 +271,14 @@ def test_multi_token_prediction_takes_a_layer_with_attention_and_not_the_mean_la
     assert depth(16, wide_mtp=True) > 1.05 * depth(16)
 
 
+@pytest.mark.parametrize("model", [DENSE, SPARSE])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_the_gradients_of_multi_token_prediction_are_summed_once(model: Model, repeated: bool) -> None:
+    plain = replace(model, mtp_num_layers=2, mtp_use_repeated_layer=repeated)
+    described = replace(plain, layers=layers_of(plain))
+    assert total(replace(TRAIN, model=described)) == pytest.approx(total(replace(TRAIN, model=plain)), rel=1e-12)
+
+
 def test_layers_in_16_bits_take_their_share_of_a_job_in_8_bits() -> None:
     narrow, half, whole = (total(with_options(replace(TRAIN, precision="fp8"), wide_layers=n)) for n in (0, 16, 32))
     assert half == pytest.approx((narrow + whole) / 2, rel=0.01)
@@ -306,11 +314,11 @@ def test_sparse_attention_without_its_kernels_computes_all_scores() -> None:
 
 
 def test_grouped_products_launch_a_kernel_for_each_expert_and_linear_layer() -> None:
-    job, mean = replace(MOE, transformer_engine=True), mean_layer(MOE.model, experts=True)
+    job, layer = replace(MOE, transformer_engine=True), layers_of(MOE.model)[-1]
 
     def launches(adapter: Adapter | None = None) -> float:
         given = replace(job, options=replace(job.options, adapter=adapter))
-        found = layer_time(given, layout_of(expert=[1, 4]), plain_costs(), mean).forward.launches
+        found = layer_time(given, layout_of(expert=[1, 4]), plain_costs(), layer).forward.launches
         return float(found[0] - found[1])
 
     fewer = 0.75 * (MOE.model.num_moe_experts or 0)

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import numpy as np
+from flagcore_training.kinds import layer_kinds
 from flagcore_training.layout import Layout, Training, distinct
-from flagcore_training.mixes import layer_kinds
 from flagcore_training.splits import StageLayers
 from flagcore_training.stages import splits_of
 from flagcore_training.time.passes import Block, Seconds, StageTime
@@ -68,11 +68,11 @@ def _seconds(train: Training, layout: Layout, costs: Costs, parts: Parts) -> tup
         passes = zip((forward, backward), lags, strict=True)
         return sum((each.total + launch_wait(each.total, each.launches, host, lag) for each, lag in passes), zeros)
 
-    layers = np.tile(busy(parts.moe)[:, None], train.model.num_layers)
-    if kinds is not None:
-        layers = np.stack([busy(block) for block in parts.kinds], axis=1) @ np.diff(kinds.counts, axis=1)
-    depths = train.model.mtp_num_layers
-    first, last = busy(parts.embedding), busy(parts.head) + (depths * busy(parts.mtp) if depths else 0.0)
+    of_kinds = [busy(block) for block in parts.layers]
+    layers = np.stack(of_kinds[: len(kinds.layers)], axis=1) @ np.diff(kinds.counts, axis=1)
+    first, last = busy(parts.embedding), busy(parts.head)
+    if depths := train.model.mtp_num_layers:
+        last = last + depths * of_kinds[-1]
     unknown = np.isnan(layers.sum(axis=1) + first + last)
     return np.where(unknown[:, None], 1.0, layers), np.where(unknown, 0.0, first), np.where(unknown, 0.0, last)
 

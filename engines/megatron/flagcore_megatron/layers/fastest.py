@@ -8,13 +8,11 @@ from flagcore_training.critical_path import StageTimes
 from flagcore_training.layout import Layout, StageGroups, Training, distinct
 from flagcore_training.memory.states import states_of
 from flagcore_training.memory.training import stages_in_use
-from flagcore_training.mixes import mixes_of
 from flagcore_training.schedules import makespan
-from flagcore_training.splits import Splits
-from flagcore_training.stages import MTP, layers_before_last, stage, stage_of
+from flagcore_training.stages import layers_before_last, splits_with, stage, stage_of
 from flagcore_training.time.pipeline import shape_seconds
 from flagcore_training.time.stage import DEPENDS_ON, Blocks
-from flagcore_training.weights import layer_parameters
+from flagcore_training.weights import stage_parameters
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
@@ -72,7 +70,7 @@ def _even(train: Training, layout: Layout, splits: LayerSplit) -> BoolArray:
     if train.model.experts > 0:
         for index in range(min(splits.leading.shape[1], leading_layers(train) + 1)):
             stage_index, leading = np.minimum(float(index), layout.pipeline - 1.0), splits.leading[:, index]
-            even &= stage(train.model, layout, stage_index, train.options).dense == leading[splits.number]
+            even &= stage(train.model, layout, stage_index, train.options).leading == leading[splits.number]
     return even
 
 
@@ -142,12 +140,9 @@ def _step_seconds(layers: FloatArray, times: FloatArray, microbatches: FloatArra
 
 def layouts(train: Training, layout: Layout) -> list[str]:
     """Return each candidate's pipeline layout in Megatron's syntax, or "" if it has an even split."""
-    texts, splits, depths = [], train.options.splits, train.model.mtp_num_layers
-    for row, chunks in enumerate(virtual_stages(train, layout)):
-        number, end = int(layout.split[row]), int(layout.pipeline[row]) - 1
-        is_early = bool(depths and splits and not splits.contents[number, end, MTP])
-        texts.append(layout_text(chunks, depths, early=is_early) if chunks else "")
-    return texts
+    depths, last = train.model.mtp_num_layers, stage(train.model, layout, layout.pipeline - 1.0, train.options)
+    pairs = zip(virtual_stages(train, layout), last.mtp < depths, strict=True)
+    return [layout_text(chunks, depths, early=is_early) if chunks else "" for chunks, is_early in pairs]
 
 
 def virtual_stages(train: Training, layout: Layout) -> list[list[int]]:
@@ -160,40 +155,24 @@ def virtual_stages(train: Training, layout: Layout) -> list[list[int]]:
 
 
 def with_splits(train: Training, layout: Layout, split: LayerSplit) -> tuple[Training, FloatArray]:
-    """Return the inputs with `split` added to `Options.splits`, and the number of each candidate's split there.
-
-    With multi-token prediction, the final norm is on the stage of the last layer, else on the stage with the loss.
-    """
+    """Return the inputs with `split` added to `Options.splits`, and the number of each candidate's split there."""
     before, model = train.options.splits, train.model
     rows, first_index = distinct([layout.pipeline, layout.virtual, split.number, split.early])
     layout, split = layout[rows], split[rows]
     layers, leading = split.layers[split.number], split.leading[split.number]
     rows, split_index = distinct([layout.pipeline, layout.virtual, *layers.T, *leading.T, split.early])
     layout, early, layers, leading = layout[rows], split.early[rows], layers[rows], leading[rows]
-    place, end = np.arange(layers.shape[1]), layout.pipeline[:, None] - 1.0
-    first, last = (place == 0) & (end >= 0), place == end
-    norm, mtp = np.zeros_like(last), (place == end - early[:, None]) * float(model.mtp_num_layers)
-    chunks = np.zeros((len(layers), int((layout.pipeline * layout.virtual).max())))
-    mixes = np.zeros((*layers.shape, mixes_of(model, (), 1).shape[1]))
-    sizes = layout.pipeline.astype(int), layout.virtual.astype(int)
-    for row, (stage_layers, lead, length, virtual, is_early) in enumerate(
-        zip(layers, leading, *sizes, early, strict=True)
-    ):
-        counts = _chunks(stage_layers, lead, length, virtual, early=is_early)
-        chunks[row, : len(counts)], mixes[row, :length] = counts, mixes_of(model, counts, length)
-        norm[row, np.flatnonzero(counts)[-1:] % length] = True  # a split that does not exist has no layers
-    norm = norm if model.mtp_num_layers else last
-    dense = layers if not model.experts else leading
-    table = np.stack((first, last, norm, layers, dense, mtp), axis=2).astype(np.float64)
-    splits = Splits.from_contents(table, layout.pipeline, chunks, mixes, before)
+    sizes = layout.pipeline.astype(np.int64), layout.virtual.astype(np.int64)
+    tables = np.zeros((len(layers), int((layout.pipeline * layout.virtual).max()), 4))
+    for table, held, lead, length, virtual, is_early in zip(tables, layers, leading, *sizes, early, strict=True):
+        counts, dense = (each[:length].astype(np.int64).tolist() for each in (held, lead))
+        counts = chunk_layers(counts, dense, virtual, early=is_early)
+        table[: len(counts), 2] = counts
+        table[0, 0] = table[len(counts) - 1, 1] = 1.0
+        table[len(counts) - 1 - is_early, 3] = model.mtp_num_layers
+    splits = splits_with(model, tables, sizes[0], before)
     number = (1 if before is None else len(before.stage_counts)) + split_index[first_index]
     return replace(train, options=replace(train.options, splits=splits)), number.astype(np.float64)
-
-
-def _chunks(layers: FloatArray, leading: FloatArray, length: int, virtual: int, *, early: bool) -> list[int]:
-    """Return the number of layers of each virtual stage, in model order, for a split over `length` devices."""
-    layer_counts, dense = (each[:length].astype(np.int64).tolist() for each in (layers, leading))
-    return chunk_layers(layer_counts, dense, virtual, early=early)
 
 
 def fit_splits(
@@ -230,12 +209,12 @@ def _may_fit(train: Training, layout: Layout, costs: Costs) -> BoolArray:
     it may have. A dense layer may move up to `virtual - 1` other layers to virtual stages with fewer micro-batches in
     flight. The result is always true for pipelines with virtual stages and leading layers on every device.
     """
-    leading, has_experts = leading_layers(train), train.model.experts > 0
+    leading, one = leading_layers(train), np.ones_like(layout.pipeline)
     total, last = train.model.num_layers - leading, layout.pipeline - 1.0
     layout, placement = replace(layout, split=np.ones_like(layout.split)), StageGroups.from_layout(layout, costs)
     counts, weights_room = placement.stages(layout), np.zeros(())
     for mesh, group, count in zip(placement.layouts, costs.groups, counts, strict=True):
-        states = states_of(train, mesh, layer_parameters(train, mesh, moe=has_experts))
+        states = states_of(train, mesh, stage_parameters(train, mesh, stage_of(train, mesh, -one, one)))
         per_layer = sum(each.total for each in states)
         weights_room = weights_room + count * np.floor((group.memory.capacity_bytes() or np.inf) / per_layer)
     unknown = (layout.virtual > 1) & (layout.pipeline <= leading)

@@ -26,8 +26,7 @@ from flagcore_megatron.space.stages import (
 )
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.training import memory_in_use, stages_in_use
-from flagcore_training.splits import Splits
-from flagcore_training.stages import placed, stage, stage_of
+from flagcore_training.stages import placed, splits_with, stage, stage_of
 from flagcore_training.time.stage import Blocks
 from flagcore_training.time.step import costs_in_run, step_time
 
@@ -76,8 +75,7 @@ def all_splits(work: Training, split: Layout) -> tuple[Training, Layout]:
     length, chunks = int(split.pipeline[0]), int(split.virtual[0])
     most = work.options.early_mtp and (length > 2 or chunks == 1)
     held = np.concatenate([_holdings(work, length, chunks, early) for early in range(1 + most)])
-    unknown = np.zeros((len(held), 1)), np.zeros((len(held), length, 0))
-    splits = Splits.from_contents(held, np.full(len(held), float(length)), *unknown)
+    splits = splits_with(work.model, held, np.full(len(held), length))
     rows = split[np.zeros(len(held), dtype=np.int64)]
     rows = dataclasses.replace(rows, split=np.arange(1.0, len(held) + 1.0))
     return dataclasses.replace(work, options=dataclasses.replace(work.options, splits=splits)), rows
@@ -95,15 +93,12 @@ def _holdings(work: Training, length: int, chunks: int, early: int) -> FloatArra
     leading = np.clip(model.moe_first_dense_layers - before, 0.0, table) * experts
     devices = np.stack((table, leading), axis=2).reshape(len(table), chunks, length, 2).sum(axis=1)
     devices = np.unique(devices, axis=0) if len(devices) else devices
-    place = np.arange(length) * np.ones((len(devices), 1))
-    first, last = (place == 0).astype(np.float64), (place == length - 1).astype(np.float64)
-    norm = last.copy()
-    if model.mtp_num_layers:
-        for row, each in enumerate(devices.astype(np.int64)):
-            norm[row] = place[row] == np.flatnonzero(virtual_stages(each, model, chunks, early))[-1] % length
-    dense = devices[:, :, 1] if experts else devices[:, :, 0]
-    mtp = (place == length - 1 - early) * float(model.mtp_num_layers)
-    return np.stack((first, last, norm, devices[:, :, 0], dense, mtp), axis=2)
+    tables = np.zeros((len(devices), length * chunks, 4))
+    for row, each in zip(tables, devices.astype(np.int64), strict=True):
+        row[:, 2] = virtual_stages(each, model, chunks, early)
+        row[0, 0] = row[-1, 1] = 1.0
+        row[-1 - early, 3] = model.mtp_num_layers
+    return tables
 
 
 def virtual_stages(held: IntArray, model: Model, virtual: int, early: int) -> list[int]:
@@ -111,7 +106,7 @@ def virtual_stages(held: IntArray, model: Model, virtual: int, early: int) -> li
     found = chunk_layers(held[:, 0].tolist(), held[:, 1].tolist(), virtual, early=bool(early))
     counts = np.array(found)
     leading = np.clip(model.moe_first_dense_layers - (np.cumsum(counts) - counts), 0, counts)
-    assert counts[: -1 - early].all()
+    assert counts[virtual > 1 and may_start_empty(model) : -1 - early].all()
     assert not (early and counts[-1])
     np.testing.assert_array_equal(counts.reshape(virtual, -1).sum(axis=0), held[:, 0])
     if model.num_moe_experts is not None:

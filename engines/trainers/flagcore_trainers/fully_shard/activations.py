@@ -4,7 +4,7 @@ torch, and the bytes at the moments of their backward. Counted in torch 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,32 +29,37 @@ in torch 2.13."""
 
 @dataclass(frozen=True, slots=True)
 class LayerActivations:
-    """Bytes of a layer for one micro-batch: `stored` before backward, and at moments of `backward` above all stored."""
+    """Bytes of a layer for one micro-batch: `stored` before backward, and at moments of `backward` above all stored.
+
+    `gradients`: of the outputs of all products and norms.
+    """
 
     stored: FloatArray
     backward: tuple[FloatArray, ...]
+    gradients: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
     """Bytes of activations of one micro-batch.
 
-    `stored`: of all layers before backward. `layers`: of each kind of layer. `hidden`: the tensor between layers, which
-    is the input of a layer. `head_input`: what the head and the norm before it store. `norm`: of the backward of a
-    norm. `gradients`: of the outputs of all products and norms.
+    `stored`: of all layers before backward, of which `embeddings` are those of the embeddings that layers have of their
+    own. `layers`: of each kind of layer. `hidden`: the tensor between layers, which is the input of a layer.
+    `head_input`: what the head and the norm before it store. `norm`: of the backward of a norm.
     """
 
     stored: FloatArray
+    embeddings: FloatArray
     layers: Mapping[Layer, LayerActivations]
     hidden: FloatArray
     head_input: FloatArray
     norm: FloatArray
-    gradients: FloatArray
 
-    @property
-    def backward(self) -> Iterator[FloatArray]:
-        """Yield the bytes at all moments of the backward of layers."""
-        return (moment for each in self.layers.values() for moment in each.backward)
+    def of_stage(self, numbers: Mapping[Layer, FloatArray], size: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Return the bytes that these numbers of layers of a pipeline of `size` ranks store, and their `gradients`."""
+        pairs = [(number, self.layers[layer]) for layer, number in numbers.items()]
+        stored = sum((number * each.stored for number, each in pairs), self.embeddings / size)
+        return stored, sum((number * each.gradients for number, each in pairs), np.zeros_like(size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,19 +88,15 @@ def activations(job: MemoryInputs) -> Activations:
     whole = u * model.hidden_size * job.tokens
     hidden = np.where(job.split_tokens, whole / tensor, whole)
     norm = hidden * (NORM_VALUES[u] if not job.fused_norm else 2.0)
-    found, gradients = dict[Layer, LayerActivations](), np.zeros_like(tensor)
-    stored = 2.0 * u * model.num_layers * model.layer_embedding_size * job.tokens
-    for layer, number in layer_counts(model).items():
-        found[layer] = _layer_activations(job, layer, hidden, whole, norm)
-        stored = stored + found[layer].stored * number
-        gradients = gradients + number * (_output_bytes(job, layer) + len(layer.parts) * (hidden + whole))
+    found = {layer: _layer_activations(job, layer, hidden, whole, norm) for layer in layer_counts(model)}
+    embeddings = 2.0 * u * model.num_layers * model.layer_embedding_size * job.tokens
     return Activations(
-        stored=stored,
+        stored=sum((found[layer].stored * number for layer, number in layer_counts(model).items()), embeddings),
+        embeddings=embeddings,
         layers=found,
         hidden=hidden * model.residual_streams,
         head_input=hidden + whole,
         norm=norm,
-        gradients=gradients,
     )
 
 
@@ -134,7 +135,7 @@ def _layer_activations(
     again = np.where(job.checkpointing == 1, full - between - mixer.shared - network.shared, again)
     left = again - network.stored - (hidden + whole) * (layer.network is not None) + network.gradients
     moments = [again + each for each in network.moments] + [left + each for each in mixer.moments]
-    return LayerActivations(stored, tuple(moments))
+    return LayerActivations(stored, tuple(moments), _output_bytes(job, layer) + blocks * (hidden + whole))
 
 
 def _network(

@@ -11,14 +11,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from flagcore_models.layers import layers_of
+from flagcore_models.layers import layer_counts, layers_of
 from flagcore_training.memory.training import Memory
 
 from flagcore.domain.model import Layer
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_trainers.fully_shard import DUALPIPEV, INTERLEAVED, ZBV
 from flagcore_trainers.fully_shard.activations import Activations, activations
-from flagcore_trainers.fully_shard.weights import MemoryInputs, layers_of_rank, root_weights, table_weights
+from flagcore_trainers.fully_shard.weights import (
+    MemoryInputs,
+    layers_of_rank,
+    places,
+    root_weights,
+    stage_layers,
+    table_weights,
+)
 
 LOSS_BYTES = 12.0
 """Peak bytes per logit in the backward of the loss: log-probabilities, their gradient, and that of the logits."""
@@ -62,8 +69,6 @@ def _with_pipeline(job: MemoryInputs) -> tuple[_Sizes, IntArray]:
     """
     u, r, n, size = job.value_bytes, job.reduce_bytes, job.ranks, job.pipeline
     table, (norm, own) = table_weights(job), root_weights(job)
-    layer = np.max([each.trained for each in job.units.values()], axis=0)
-    (whole, share), trained = layers_of_rank(job), layers_of_rank(job, only_trained=True)
     is_trained = job.adapter is None
     act, logits = activations(job), job.tokens * job.model.vocab_size / job.tensor
     splits, parts = job.schedule >= ZBV, np.where(job.schedule >= INTERLEAVED, 2.0, 1.0)
@@ -72,7 +77,12 @@ def _with_pipeline(job: MemoryInputs) -> tuple[_Sizes, IntArray]:
     graph = (2.0 * u + (0.0 if job.compiled_loss else LOSS_BYTES / 3.0)) * logits + act.head_input
     stays = job.sends_stay & (job.schedule >= INTERLEAVED)
     found = []
-    for place in (np.zeros_like(size), size - 1.0):  # others have as many layers, but no embedding or head
+    for place in places(job):
+        numbers = stage_layers(job, place)
+        here = [(layer, 1.0 * (number > 0)) for layer, number in numbers.items()]
+        (whole, share), trained = (layers_of_rank(job, numbers, only_trained=each) for each in (False, True))
+        layer = np.max([job.units[each].trained * is_here for each, is_here in here], axis=0)
+        stored, outputs = act.of_stage(numbers, size)
         first, last = place == 0, np.where(splits, place == 0, place == size - 1.0)
         edges = (table + own) * first + (table + norm) * last
         weights = whole + edges
@@ -87,25 +97,30 @@ def _with_pipeline(job: MemoryInputs) -> tuple[_Sizes, IntArray]:
         neighbours = act.hidden * (2.0 * parts - first - last - 2.0 * turns)
         buffers, flight = neighbours * job.microbatches, in_flight(job, place)
         sent = np.where(stays, neighbours * (job.microbatches - flight), 0.0)
-        stored = flight * (act.stored / size + act.hidden * (parts - last))
-        one = act.stored / size / parts
+        one = stored / parts
+        stored = flight * (stored + act.hidden * (parts - last))
         # The first backward of a zero-bubble stage keeps the gradients of all products for the second one. Most wait at
         # the end, when ranks have computed the first backward of all micro-batches but not yet the second.
-        kept = np.where(job.schedule == ZBV, act.gradients / size / parts, 0.0)
+        kept = np.where(job.schedule == ZBV, outputs / parts, 0.0)
         waits = np.maximum(kept, (2.0 * place + 1.0) * kept - one)
         ends = held + buffers + np.where(stays, buffers, 0.0)
         held = held + buffers + sent
         left = np.where(job.schedule == ZBV, graph * last, 0.0)
-        moments = [held + stored + waits + left + extra for extra in act.backward]
+        moments = [
+            held + stored + waits + left + is_here * extra
+            for each, is_here in here
+            for extra in act.layers[each].backward
+        ]
         moments.append(held + stored + loss * last)
         moments.append(held + stored - one + (u * (table + own) + act.hidden) * first)
         moments.append(ends + _reduction(job, np.where(first, (table + own) * is_trained, layer), n))
         static = 4.0 * job.main_bytes * own_trained + frozen
-        found.append((static, np.max(np.stack(np.broadcast_arrays(*moments)), axis=0)))
-    (first_static, first_peak), (last_static, last_peak) = found
-    is_last = last_peak > first_peak
-    static, peak = np.where(is_last, last_static, first_static), np.maximum(first_peak, last_peak)
-    return (static, peak - static, peak), np.where(is_last, size - 1.0, 0.0).astype(np.int64)
+        peak = np.max(np.stack(np.broadcast_arrays(*moments)), axis=0)
+        found.append(np.stack(np.broadcast_arrays(static, peak, place)))
+    statics, peaks, ranks = np.stack(found, axis=1)
+    worst = np.argmax(peaks, axis=0)[None]
+    static, peak, rank = (np.take_along_axis(each, worst, axis=0)[0] for each in (statics, peaks, ranks))
+    return (static, peak - static, peak), rank.astype(np.int64)
 
 
 def _loss_bytes(job: MemoryInputs) -> FloatArray:
@@ -127,7 +142,9 @@ def _reduction(job: MemoryInputs, weights: FloatArray, ranks: FloatArray) -> Flo
 def _without_pipeline(job: MemoryInputs) -> _Sizes:
     model, u, r, n, main = job.model, job.value_bytes, job.reduce_bytes, job.ranks, job.main_bytes
     table, (norm, own), base = table_weights(job), root_weights(job), job.base_bytes / u
-    (all_layers, share), (trained, own_trained) = layers_of_rank(job), layers_of_rank(job, only_trained=True)
+    (all_layers, share), (trained, own_trained) = (
+        layers_of_rank(job, layer_counts(model), only_trained=each) for each in (False, True)
+    )
     is_tied, is_trained = not model.untie_embeddings_and_output_weights, job.adapter is None
     edges = table * (1.0 if is_tied else 2.0) + norm + own
     frozen = 0.0 * share if is_trained else job.base_bytes * share + u * edges / n

@@ -194,7 +194,7 @@ def _times(
     again = np.select([columns[fs.AC] == 1, columns[fs.AC] == 2], [0.0, selective_share(train)], 1.0)
     time_s = {name: plain[name] + again * (full[name] - plain[name]) for name in plain}
     u = float(train.value_bytes)
-    gathered, share = weights.stage_weights(job)
+    gathered, share, of_layers = weights.stage_weights(job)
     gathers = 1.0 + job.reshard
     # The shared formulas assume an fp32 buffer of gradients per weight. FSDP2 copies out weights, and gradients in; a
     # pipeline adds gradients up in a buffer.
@@ -210,7 +210,7 @@ def _times(
         program,
         checkpointing=job.checkpointing,
         again=again,
-        weights=weights.layers_of_rank(job)[0],
+        weights=of_layers,
         compiled=compiled,
     )
     time_s["compute_s"] = time_s["compute_s"] + layout.microbatches * extra * costs.run_slowdown
@@ -220,7 +220,9 @@ def _times(
     wait = replica_wait(train, layout, costs, time_s, plain=plain, each_micro_batch=True)
     longest = {name: seconds * (1.0 + wait / on_replica(time_s)) for name, seconds in time_s.items()}
     time_s["dp_comm_exposed_s"] = _exchange(train, layout, costs, job, columns, again, longest) + wait
-    trained = share if job.adapter is None else weights.layers_of_rank(job, only_trained=True)[1]
+    trained = (
+        share if job.adapter is None else weights.layers_of_rank(job, layer_counts(train.model), only_trained=True)[1]
+    )
     time_s["optimizer_s"] = _update(costs, job, trained)
     return time_s
 

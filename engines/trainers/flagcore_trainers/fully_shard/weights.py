@@ -13,14 +13,14 @@ from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
-from flagcore_models.layers import layer_counts, layer_embeddings
+from flagcore_models.layers import layer_counts, layer_embeddings, layers_of
 from flagcore_training.adapters import BASE_BYTES, linears, weights_beside
 from flagcore_training.memory.adapters import DORA_STORED
 
 from flagcore.domain.model import Layer, Model, Part, Product
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.domain.spec import Adapter
-from flagcore_trainers.fully_shard import ZBV
+from flagcore_trainers.fully_shard import INTERLEAVED, ZBV
 
 Rows: TypeAlias = list[tuple[FloatArray | float, FloatArray | float]]
 """The numbers of rows and of columns of weights."""
@@ -157,32 +157,62 @@ def _embedding_rows(job: MemoryInputs) -> Rows:
     return [(each.outer(job.tensor), each.inner(job.tensor)) for each in layer_embeddings(job.model)]
 
 
-def own_counts(model: Model) -> Iterator[tuple[Layer, int]]:
-    """Yield the distinct layers of a model with weights of their own, with the number of each."""
-    return ((layer, number) for layer, number in layer_counts(model).items() if not layer.repeats)
+def places(job: MemoryInputs) -> list[FloatArray]:
+    """Return the places in the pipeline of the ranks that may need the most: both ends, and all if layers differ."""
+    last = job.pipeline - 1.0
+    if len(layer_counts(job.model)) == 1:
+        return [0.0 * last, last]
+    return [np.minimum(last, float(place)) for place in range(int(job.pipeline.max(initial=1.0)))]
 
 
-def layers_of_rank(job: MemoryInputs, *, only_trained: bool = False) -> tuple[FloatArray, FloatArray]:
-    """Return the numbers of weights of all layers of a stage, gathered, and of a rank's share of them: all of them, or
-    those that are trained.
+def stage_layers(job: MemoryInputs, place: FloatArray) -> dict[Layer, FloatArray]:
+    """Return the number of each distinct layer on the rank at `place` of its pipeline, which has one stage or two.
+
+    Stages are cut in order. The second one of a rank loops or folds back.
+    """
+    size, layers, parts = job.pipeline, layers_of(job.model), np.where(job.schedule >= INTERLEAVED, 2.0, 1.0)
+    second = np.where(job.schedule == INTERLEAVED, size + place, 2.0 * size - 1.0 - place)
+    width, numbers = len(layers) / (size * parts), np.arange(len(layers) + 1)
+
+    def of_stage(until: FloatArray, stage: FloatArray) -> FloatArray:
+        return np.interp((stage + 1.0) * width, numbers, until) - np.interp(stage * width, numbers, until)
+
+    found = {}
+    for layer in layer_counts(job.model):
+        until = np.cumsum([0.0, *(each == layer for each in layers)])
+        found[layer] = of_stage(until, place) + of_stage(until, second) * (parts > 1.0)
+    return found
+
+
+def layers_of_rank(
+    job: MemoryInputs, numbers: Mapping[Layer, FloatArray | int], *, only_trained: bool = False
+) -> tuple[FloatArray, FloatArray]:
+    """Return the numbers of weights of these numbers of layers, gathered, and of a rank's share of them: all of them,
+    or those that are trained. Layers that repeat others have none of their own.
     """
     whole = share = np.zeros_like(job.ranks)
-    for layer, number in own_counts(job.model):
-        unit = job.units[layer]
+    for layer, number in numbers.items():
+        unit, own = job.units[layer], number * (not layer.repeats)
         weights, experts = (unit.trained, unit.trained_experts) if only_trained else (unit.weights, unit.experts)
-        whole = whole + number * (weights + experts)
-        share = share + number * (weights + experts * job.expert) / job.ranks
-    return whole / job.pipeline, share / job.pipeline
+        whole = whole + own * (weights + experts)
+        share = share + own * (weights + experts * job.expert) / job.ranks
+    return whole, share
 
 
-def stage_weights(job: MemoryInputs) -> tuple[FloatArray, FloatArray]:
-    """Return the numbers of weights of the rank of a pipeline that has the most, gathered, and of its share of them."""
+def stage_weights(job: MemoryInputs) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return the numbers of weights of the rank of a pipeline that has the most: gathered, its share of them, and those
+    of its layers, gathered.
+    """
     table, (norm, own) = table_weights(job), root_weights(job)
-    is_folded = (job.schedule >= ZBV) | (job.pipeline == 1)
-    both = table * (1.0 + (is_folded & job.model.untie_embeddings_and_output_weights)) + np.where(is_folded, norm, 0.0)
-    edges = np.maximum(both + own, np.where(is_folded, 0.0, table + norm))
-    whole, share = layers_of_rank(job)
-    return whole + edges, share + edges / job.ranks
+    is_tied, found = not job.model.untie_embeddings_and_output_weights, []
+    for place in places(job):
+        last = np.where(job.schedule >= ZBV, place == 0, place == job.pipeline - 1.0)
+        head = np.where((job.pipeline == 1) & is_tied, 0.0, table)
+        edges = (table + own) * (place == 0) + (head + norm) * last
+        whole, share = layers_of_rank(job, stage_layers(job, place))
+        found.append((whole + edges, share + edges / job.ranks, whole))
+    gathered, shares, of_layers = np.max(found, axis=0)
+    return gathered, shares, of_layers
 
 
 def _padded(rows: Rows, ranks: FloatArray) -> FloatArray:

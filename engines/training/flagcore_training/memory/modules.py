@@ -48,10 +48,8 @@ class Module:
     def stored(self) -> FloatArray:
         return sum(self.tensors.values(), np.zeros(()))
 
-    def shared(self, share: FloatArray | float) -> Module:
+    def shared(self, share: FloatArray) -> Module:
         """Return the mean of this module over layers of which `share` have it. Its peak is that of these layers."""
-        if isinstance(share, float) and share == 1.0:
-            return self
         tensors = {name: value * share for name, value in self.tensors.items()}
         return Module(self.component, tensors, self.work * (share > 0.0), self.extras)
 

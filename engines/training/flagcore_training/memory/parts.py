@@ -2,26 +2,19 @@
 
 from dataclasses import replace
 
-import numpy as np
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.networks.experts import Experts
 
-from flagcore.domain.model import Mixer, Network, Part
+from flagcore.domain.model import Layer, Mixer, Network, Part
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.activations import attention, ffn, mixer, mixture
 from flagcore_training.memory.adapters import frozen
 from flagcore_training.memory.modules import Module, Sizes
-from flagcore_training.mixes import MeanLayer
 
 
-def modules_of(train: Training, layout: Layout, sizes: Sizes, mean: MeanLayer) -> list[Module]:
-    """Return the modules of a mean layer."""
-    return [
-        module.shared(share)
-        for part, share in mean.parts
-        if np.any(share)
-        for module in part_modules(train, layout, sizes, part)
-    ]
+def modules_of(train: Training, layout: Layout, sizes: Sizes, layer: Layer) -> list[Module]:
+    """Return the modules of a layer."""
+    return [module for part in layer.parts for module in part_modules(train, layout, sizes, part)]
 
 
 def part_modules(train: Training, layout: Layout, sizes: Sizes, part: Part) -> list[Module]:

@@ -15,6 +15,7 @@ from flagcore_models.mixers.latent_attention import LatentAttention
 
 from flagcore.domain.space import FloatArray
 from flagcore_training.adapters import BASE_BYTES
+from flagcore_training.kinds import layer_kinds
 from flagcore_training.layout import ArrayRecord, Layout, Training
 from flagcore_training.weights import ADAPTER_PARTS, EXPERT_PARTS, Parts, layer_parameters, padded_vocab
 
@@ -177,8 +178,7 @@ def gathered_bytes(train: Training, layout: Layout, dense: State, experts: State
     """
     if not train.options.fsdp:
         return np.zeros(())
-    kinds = (False,) if experts_of(train.model) is None else (False, True)
-    layers = [sum(layer_parameters(train, layout, moe=moe).values(), np.zeros(())) for moe in kinds]
+    layers = [sum(layer_parameters(train, layout, each).values()) for each in layer_kinds(train.model).layers]
     table = padded_vocab(train.model, layout.tensor) / layout.tensor * train.model.hidden_size
     largest_layer: FloatArray = np.maximum(np.max(np.stack(layers), axis=0), table)
     adapter = train.options.adapter

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 
 import numpy as np
-from flagcore_models.layers import experts_of
+from flagcore_models.layers import depth_layer
 
+from flagcore.domain.model import Part
 from flagcore.domain.space import BoolArray, FloatArray
+from flagcore_training.kinds import Numbers, layer_kinds
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.activations import depths, embedding, head
 from flagcore_training.memory.modules import OFFLOADED, Layer, Module, Sizes, recomputed_tensors, saving
 from flagcore_training.memory.parts import modules_of, part_modules
 from flagcore_training.memory.vision import with_tower
-from flagcore_training.mixes import Share, layer_kinds, mean_layer
 from flagcore_training.schedules import in_flight
-from flagcore_training.stages import Stage, depths_received, stage_shares
-from flagcore_training.weights import Parts, add_parts, depth_mean
+from flagcore_training.stages import Stage, depths_received
+from flagcore_training.weights import Parts, add_parts
 
 PRODUCTS = (
     "qkv_linear",
@@ -41,88 +44,97 @@ ENTRY = {"tokens": "embedding", "vision": "vision"}
 class Kinds:
     """The bytes that each kind of layer of a model stores, with recompute and offload, for each candidate.
 
-    `dense` is a layer without experts, `moe` a layer with experts. `rows` are the modules of both kinds, `entry` is the
-    module of the embedding, and `head_row` are the modules of the head. `parts` are the modules of each kind of layer
-    of `mixes`, of which a stage has its own mean. `recomputed` is 1 where selective recompute
-    applies to a module.
+    `modules` are those of each mixer and each network, `entry` is the module of the embedding, and `head_row` are the
+    modules of the head. `recomputed` is 1 where selective recompute applies to a module. `plain` are the layers of each
+    group if all layers of a group are alike, on a stage that offloads; otherwise a stage has its own means. `mtp` is a
+    layer of multi-token prediction, which offloads nothing; None if there is none.
     """
 
     train: Training
     layout: Layout
     sizes: Sizes
-    rows: tuple[list[Module], ...]
-    parts: tuple[list[Module], ...]
+    modules: Mapping[Part, list[Module]]
     entry: Module
     head_row: list[Module]
     recomputed: Mapping[str, FloatArray]
     offloaded: Collection[str]
-    dense: Layer
-    moe: Layer
-    mtp: Layer
     head: Layer
+    mtp: Layer | None = None
+    plain: tuple[Layer, ...] = ()
 
     @classmethod
     def from_layout(cls, train: Training, layout: Layout) -> Kinds:
-        """Return the kinds of layers for each candidate in `layout`. Without experts, both kinds are the same."""
-        sizes, options = Sizes.from_layout(train, layout), train.options
+        """Return the kinds of layers for each candidate in `layout`."""
+        sizes, options, model = Sizes.from_layout(train, layout), train.options, train.model
         recomputed: Mapping[str, FloatArray] = {}
-        means = (mean_layer(train.model, experts=moe) for moe in _with_experts(train))
-        rows, found = tuple(modules_of(train, layout, sizes, each) for each in means), layer_kinds(train.model)
-        parts = tuple(part_modules(train, layout, sizes, each) for each in (found.parts if found else ()))
+        kinds = layer_kinds(model)
+        parts = dict.fromkeys(part for layer in kinds.layers for part in layer.parts)
+        modules = {part: part_modules(train, layout, sizes, part) for part in parts}
         if layout.selective.any():
             recomputed = dict.fromkeys(sorted(options.recompute_modules), layout.selective)
         offloaded = {name for module in options.offload_modules for name in OFFLOADED.get(module, ())}
-        layers = _layers(train, sizes, rows, recomputed, () if options.offload_stages else offloaded)
-        mtp = layers[-1]
-        if train.model.mtp_num_layers and not train.has_plain_depths:
-            layer = modules_of(train.of_depths, layout, sizes, depth_mean(train.model))
-            (mtp,) = _layers(train, sizes, [layer], recomputed, ())
         head_row = head(train, layout, sizes)
         entry = embedding(train, layout, sizes)
         if train.tower is not None:
             entry = with_tower(entry, train, train.tower, layout)
         last, ends = Layer.from_modules(head_row), (entry, head_row)
-        return cls(train, layout, sizes, rows, parts, *ends, recomputed, offloaded, layers[0], layers[-1], mtp, last)
+        found = cls(train, layout, sizes, modules, *ends, recomputed, offloaded, last)
+        if model.mtp_num_layers:
+            row = modules_of(train.of_depths, layout, sizes, depth_layer(model))
+            found = replace(found, mtp=found._layer(row))
+        if kinds.are_plain:
+            none = tuple(np.zeros(()) for _ in kinds.layers)
+            found = replace(found, plain=found.layers(none, () if options.offload_stages else offloaded))
+        return found
 
-    def stored_layers(
-        self, offloaded: Collection[str] = (), on_host: FloatArray | float = 1.0, stage: Stage | None = None
-    ) -> tuple[Layer, Layer]:
-        """Return the bytes of a dense and of an MoE layer, of the model or of a stage.
+    def rows(self, numbers: Numbers) -> list[list[Module]]:
+        """Return the modules of the mean layer of each group of a stage with these numbers of layers."""
+        kinds, rows = layer_kinds(self.train.model), []
+        for group in kinds.groups:
+            parts = kinds.parts(numbers, group)
+            if len(kinds.layers[group]) == 1:
+                rows.append([module for part in parts for module in self.modules[part]])
+                continue
+            total = np.maximum(sum(numbers[group]), 1.0)
+            rows.append([each.shared(count / total) for part, count in parts.items() for each in self.modules[part]])
+        return rows
+
+    def layers(
+        self, numbers: Numbers, offloaded: Collection[str] = (), on_host: FloatArray | float = 1.0
+    ) -> tuple[Layer, ...]:
+        """Return the bytes of the mean layer of each group of a stage with these numbers of layers.
 
         The tensors `offloaded` are on the host where `on_host` is 1.
         """
-        rows = self.rows
-        if stage is not None and stage.mix:
-            rows = tuple(
-                _mixed(self.parts, stage_shares(self.train.model, stage, moe=moe)) for moe in _with_experts(self.train)
-            )
-        layers = _layers(self.train, self.sizes, rows, self.recomputed, offloaded, on_host)
-        return layers[0], layers[-1]
+        return tuple(self._layer(row, offloaded, on_host) for row in self.rows(numbers))
 
-    def on(self, stage: Stage) -> tuple[Layer, Layer]:
-        """Return the bytes of a dense layer and of an MoE layer on a stage.
+    def _layer(self, row: list[Module], offloaded: Collection[str] = (), on_host: FloatArray | float = 1.0) -> Layer:
+        tensors = recomputed_tensors(self.train, self.sizes, self.recomputed)
+        split = len(row) - 1 if row[-1].component == "experts" else len(row) - 2
+        front = split if self.train.options.overlap_expert_comm else 0
+        return Layer.from_modules(saving(row, tensors, offloaded, on_host if offloaded else 0.0), front)
+
+    def on(self, stage: Stage) -> tuple[Layer, ...]:
+        """Return the bytes of the mean layer of each group of a stage.
 
         If `offload_stages` is empty, all stages offload.
         """
         stages = self.train.options.offload_stages
-        if not stage.mix and (not self.offloaded or not stages):
-            return self.dense, self.moe
+        if self.plain and not (self.offloaded and stages):
+            return self.plain
         on_host = np.isin(stage.index, stages).astype(np.float64) if stages else 1.0
-        return self.stored_layers(self.offloaded, on_host, stage)
+        return self.layers(stage.numbers, self.offloaded, on_host)
 
     def ends(self, stage: Stage) -> Layer:
         """Return the bytes of the modules after the layers of a stage: multi-token prediction and the head.
 
         Multi-token prediction offloads nothing.
         """
-        train, depth = self.train, self.train.model.mtp_num_layers
-        if not depth:
+        if self.mtp is None:
             return self.head
-        last = self.stored_layers()[1] if self.offloaded and self.mtp is self.moe else self.mtp
-        layers = (stage.moe if experts_of(train.model) else stage.dense) * stage.in_flight
-        layers = layers * (not self.offloaded)
-        above = last.above(depth + layers, self.crossed(stage))
-        row = [*depths(train, self.layout, self.sizes, last.stored, above, layers), *self.head_row]
+        train, layers = self.train, stage.later * stage.in_flight * (not self.offloaded)
+        above = self.mtp.above(train.model.mtp_num_layers + layers, self.crossed(stage))
+        row = [*depths(train, self.layout, self.sizes, self.mtp.stored, above, layers), *self.head_row]
         if np.any((stage.mtp > 0) != (stage.last > 0)):
             is_here = [stage.mtp > 0, *[stage.last > 0] * (1 + len(self.head_row))]
             row = [each.only(is_on_stage) for each, is_on_stage in zip(row, is_here, strict=True)]
@@ -152,44 +164,26 @@ class Kinds:
         ZB-2p defers W for as many micro-batches as fit in the memory of 2p micro-batches.
         """
         count = stage.deferred
+        if not count.any():
+            return count
         if self.train.options.schedule == "zb-2p":
             count = np.minimum(count, (2.0 * stage.index + 1.0) / self.train.weight_share)
-        products = [value for module in self.rows[-1] for name, value in module.tensors.items() if name in PRODUCTS]
+        row = self.rows(stage.numbers)[-1]
+        products = [value for module in row for name, value in module.tensors.items() if name in PRODUCTS]
         return count * stage.layers * (2.0 * sum(products, np.zeros(())))
-
-
-def _with_experts(train: Training) -> tuple[bool, ...]:
-    """Return whether a layer has experts, for each kind of layer of `Kinds`."""
-    return (False,) if experts_of(train.model) is None else (False, True)
-
-
-def _mixed(parts: Sequence[list[Module]], shares: Sequence[Share]) -> list[Module]:
-    """Return the modules of the mean of layers of which these `shares` have each part."""
-    return [module.shared(share) for modules, share in zip(parts, shares, strict=True) for module in modules]
-
-
-def _layers(
-    train: Training,
-    sizes: Sizes,
-    rows: Sequence[list[Module]],
-    recomputed: Mapping[str, FloatArray],
-    offloaded: Collection[str],
-    on_host: FloatArray | float = 1.0,
-) -> list[Layer]:
-    tensors, layers = recomputed_tensors(train, sizes, recomputed), []
-    for row in rows:
-        split = len(row) - 1 if row[-1].component == "experts" else len(row) - 2
-        front = split if train.options.overlap_expert_comm else 0
-        layers.append(Layer.from_modules(saving(row, tensors, offloaded, on_host if offloaded else 0.0), front))
-    return layers
 
 
 def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray:
     """Return the bytes that a stage copies to the host for each micro-batch, and later back."""
     kinds = Kinds.from_layout(train, layout)
-    (dense, moe), (whole_dense, whole_moe) = kinds.on(stage), kinds.stored_layers(stage=stage)
-    modules = stage.dense * (whole_dense.stored - dense.stored) + stage.moe * (whole_moe.stored - moe.stored)
-    return modules + (1.0 - _kept(train, stage)) * (stage.dense * dense.stored + stage.moe * moe.stored)
+    on_stage, unsaved = kinds.on(stage), kinds.layers(stage.numbers)
+    here, whole = (_sum(stage.of_groups(len(each)), each) for each in (on_stage, unsaved))
+    return whole - here + (1.0 - _kept(train, stage)) * here
+
+
+def _sum(numbers: Sequence[FloatArray], layers: Sequence[Layer]) -> FloatArray:
+    """Return the bytes that these numbers of the layers of each group store."""
+    return reduce(add, (number * each.stored for number, each in zip(numbers, layers, strict=True)))
 
 
 def _kept(train: Training, stage: Stage) -> FloatArray:
@@ -202,13 +196,11 @@ def _kept(train: Training, stage: Stage) -> FloatArray:
 class StageActivations:
     """The activations of a stage at the memory peak of forward and backward.
 
-    `dense` and `moe` are the numbers of dense and MoE layers that store all their tensors. `inputs`: bytes of the
-    inputs of recomputed layers. `stored`: bytes of all micro-batches in flight. `above`: bytes at the peak beyond
-    `stored`.
+    `whole` are the numbers of layers of each group that store all their tensors. `inputs`: bytes of the inputs of
+    recomputed layers. `stored`: bytes of all micro-batches in flight. `above`: bytes at the peak beyond `stored`.
     """
 
-    dense: FloatArray
-    moe: FloatArray
+    whole: Sequence[FloatArray]
     inputs: FloatArray
     stored: FloatArray
     above: FloatArray
@@ -226,20 +218,20 @@ def stage_activations(stage: Stage, kinds: Kinds) -> StageActivations:
     """
     train, layout, sizes = kinds.train, kinds.layout, kinds.sizes
     in_flight_ratio = kinds.in_flight(stage) / stage.in_flight
-    if experts_of(train.model) is not None:
-        stage = replace(stage, dense=np.minimum(stage.dense * in_flight_ratio, stage.layers))
+    if train.model.moe_first_dense_layers:
+        stage = replace(stage, leading=np.minimum(stage.leading * in_flight_ratio, stage.layers))
     work = _Work.from_stage(stage, kinds)
     full = (layout.uniform > 0) | (work.block > 0)
-    dense, moe, inputs = work.split(work.block)
+    whole, inputs = work.split(work.block)
     above = work.plain
     if np.any(full):
         several, chunks = layout.uniform > 1, np.ceil(stage.chunk / np.maximum(layout.uniform, 1.0)) * layout.virtual
-        dense, moe = np.where(several, 0.0, dense), np.where(several, 0.0, moe)
+        whole = [np.where(several, 0.0, each) for each in whole]
         inputs = np.where(several, chunks * in_flight_ratio * work.input, inputs)
         least = np.where(several, work.in_chunks(inputs), work.in_blocks())
-        above = np.where(full, least - stage.in_flight * work.bytes(dense, moe, inputs), above)
-    dense, moe = dense * _kept(train, stage), moe * _kept(train, stage)
-    one = work.bytes(dense, moe, inputs)
+        above = np.where(full, least - stage.in_flight * work.bytes(whole, inputs), above)
+    whole = [each * _kept(train, stage) for each in whole]
+    one = work.bytes(whole, inputs)
     at_entry = stage.first * (kinds.entry.work - one / layout.virtual)
     above = np.maximum(np.where(stage.layers > 0, above, 0.0), at_entry)
     loop, loop_at_loss = _schedule_tensors(layout, stage)
@@ -252,12 +244,12 @@ def stage_activations(stage: Stage, kinds: Kinds) -> StageActivations:
         above, count = np.where(_early(stage), at_mtp, above), count + kinds.early_in_flight(stage)
     above = np.where(stage.last > 0, at_loss, above)
     end_bytes = ends.stored * count + kinds.entry.stored * stage.first * stage.in_flight + kinds.waiting(stage)
-    return StageActivations(dense, moe, inputs, one * stage.in_flight + end_bytes, above)
+    return StageActivations(whole, inputs, one * stage.in_flight + end_bytes, above)
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The layers of a stage, and the bytes that they need with full recompute.
+    """The mean layer of each group of a stage, and the bytes that they need with full recompute.
 
     `plain` is the peak of the backward pass of fully stored layers above the stored bytes. `input` is the bytes that
     each recomputed layer stores.
@@ -265,8 +257,7 @@ class _Work:
 
     layout: Layout
     stage: Stage
-    dense: Layer
-    moe: Layer
+    layers: tuple[Layer, ...]
     chunk: FloatArray
     block: FloatArray
     input: FloatArray
@@ -279,28 +270,27 @@ class _Work:
 
         Uniform recompute in chunks of one layer is treated as one block of all layers.
         """
-        (dense, moe), layout, hidden = kinds.on(stage), kinds.layout, kinds.sizes.between
+        layers, layout, hidden = kinds.on(stage), kinds.layout, kinds.sizes.between
         chunk = np.maximum(stage.chunk, 1.0)
         block = np.where(layout.uniform > 0, 0.0, layout.block)
         block = np.where(layout.uniform == 1, chunk, np.minimum(block, chunk))
-        least = np.minimum(hidden, np.minimum(dense.stored, moe.stored)) if kinds.offloaded else hidden
-        plain = _backward(layout, stage, dense, moe, block, kinds.crossed(stage))
-        return cls(layout, stage, dense, moe, chunk, block, least, hidden, plain)
+        least = reduce(np.minimum, [each.stored for each in layers], hidden) if kinds.offloaded else hidden
+        plain = _backward(layout, stage, layers, block, kinds.crossed(stage))
+        return cls(layout, stage, layers, chunk, block, least, hidden, plain)
 
-    def split(self, block: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Return the numbers of fully stored dense and MoE layers, and the bytes of the other layers' inputs."""
-        dense, moe = _whole(self.layout, self.stage, block)
-        return dense, moe, (self.stage.layers - dense - moe) * self.input
+    def split(self, block: FloatArray) -> tuple[Sequence[FloatArray], FloatArray]:
+        """Return the numbers of fully stored layers of each group, and the bytes of the other layers' inputs."""
+        whole = _whole(self.layout, self.stage, block, len(self.layers))
+        return whole, (self.stage.layers - sum(whole)) * self.input
 
-    def bytes(self, dense: FloatArray, moe: FloatArray, inputs: FloatArray) -> FloatArray:
-        return dense * self.dense.stored + moe * self.moe.stored + inputs
+    def bytes(self, whole: Sequence[FloatArray], inputs: FloatArray) -> FloatArray:
+        return _sum(whole, self.layers) + inputs
 
     def again(self, number: FloatArray) -> FloatArray:
-        """Return the bytes of `number` layers while they are recomputed, for the kind of layer that needs more."""
-        moe, dense = (number * kind.stored + kind.above(number) for kind in (self.moe, self.dense))
-        if self.dense is self.moe:
-            return moe
-        return np.maximum(np.where(self.stage.moe > 0, moe, 0.0), np.where(self.stage.dense > 0, dense, 0.0))
+        """Return the bytes of `number` layers while they are recomputed, for the group of layers that needs more."""
+        pairs = zip(self.stage.of_groups(len(self.layers)), self.layers, strict=True)
+        needs = [np.where(count > 0, number * each.stored + each.above(number), 0.0) for count, each in pairs]
+        return reduce(np.maximum, needs)
 
     def in_chunks(self, inputs: FloatArray) -> FloatArray:
         """Return the peak with uniform recompute, including stored bytes. It is at most the peak without recompute."""
@@ -321,28 +311,24 @@ class _Work:
         none = np.zeros(())
 
         def peak(block: FloatArray) -> FloatArray:
-            dense, moe, inputs = self.split(block)
-            later = self.bytes(dense, moe, none) / virtual
+            whole, inputs = self.split(block)
+            later = self.bytes(whole, none) / virtual
             above = np.maximum(np.where(self.chunk > block, backward_peak, 0.0), repeated - later)
-            return self.stage.in_flight * self.bytes(dense, moe, inputs) + above
+            return self.stage.in_flight * self.bytes(whole, inputs) + above
 
-        leading, moe_layers = self.stage.dense / virtual, self.stage.moe / virtual
-        equal_depth = leading + moe_layers - (repeated - backward_peak) / np.maximum(self.moe.stored, 1.0)
-        depths = [equal_depth]
-        if self.dense is not self.moe:
-            short_bytes = repeated - backward_peak - moe_layers * self.moe.stored
-            depths = [
-                np.maximum(equal_depth, leading),
-                leading,
-                leading - short_bytes / np.maximum(self.dense.stored, 1.0),
-            ]
+        leading, others, *first, last = self.stage.leading / virtual, self.stage.later / virtual, *self.layers
+        equal_depth = leading + others - (repeated - backward_peak) / np.maximum(last.stored, 1.0)
+        depths = [np.maximum(equal_depth, leading)]
+        for each in first:
+            short_bytes = repeated - backward_peak - others * last.stored
+            depths += [leading, leading - short_bytes / np.maximum(each.stored, 1.0)]
         least_peak = np.minimum(peak(self.block), self._without())
         for depth in depths:
             least_peak = np.minimum(least_peak, peak(np.clip(depth, 0.0, np.minimum(self.block, self.chunk - 1.0))))
         return least_peak
 
     def _without(self) -> FloatArray:
-        return self.stage.in_flight * self.bytes(self.stage.dense, self.stage.moe, np.zeros(())) + self.plain
+        return self.stage.in_flight * _sum(self.stage.of_groups(len(self.layers)), self.layers) + self.plain
 
 
 def _early(stage: Stage) -> BoolArray:
@@ -351,39 +337,43 @@ def _early(stage: Stage) -> BoolArray:
     return is_early
 
 
-def _whole(layout: Layout, stage: Stage, block: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return the numbers of dense and of MoE layers that block recompute does not recompute. `block` is the number of
-    recomputed layers at the start of each virtual stage."""
-    recomputed = np.minimum(block * layout.virtual, stage.layers)
-    dense = np.minimum(recomputed, stage.dense)
-    return stage.dense - dense, stage.moe - (recomputed - dense)
+def _whole(layout: Layout, stage: Stage, block: FloatArray, count: int) -> Sequence[FloatArray]:
+    """Return the numbers of layers of each of `count` groups that block recompute does not recompute.
+
+    `block` is the number of recomputed layers at the start of each virtual stage.
+    """
+    recomputed, whole = np.minimum(block * layout.virtual, stage.layers), []
+    for number in stage.of_groups(count):
+        first = np.minimum(recomputed, number)
+        whole.append(number - first)
+        recomputed = recomputed - first
+    return whole
 
 
 def _backward(
-    layout: Layout, stage: Stage, dense: Layer, moe: Layer, block: FloatArray, crossed: BoolArray
+    layout: Layout, stage: Stage, layers: Sequence[Layer], block: FloatArray, crossed: BoolArray
 ) -> FloatArray:
     """Return the peak of the backward pass of a stage's fully stored layers, in bytes above their stored bytes.
 
     Backward begins with the last layer. When it reaches the leading dense layers, the later layers have been freed. If
     a forward pass overlaps, it has allocated the freed bytes again by then.
     """
-    stored_layers = _whole(layout, stage, block)
-    first = dense.above(stored_layers[0] * stage.in_flight, crossed)
-    if dense is moe:
-        return first
-    freed_bytes = np.minimum(stage.moe / layout.virtual, np.maximum(stage.chunk, 1.0)) * moe.stored
-    if dense.crossing is not None:
-        freed_bytes = np.where(crossed & (stage.dense > 0), 0.0, freed_bytes)
-    last = np.where(stage.moe > 0, moe.above(stored_layers[1] * stage.in_flight, crossed), first)
-    return np.where(stage.dense > 0, np.maximum(last, first - freed_bytes), last)
+    whole = _whole(layout, stage, block, len(layers))
+    *first, last = (each.above(number * stage.in_flight, crossed) for number, each in zip(whole, layers, strict=True))
+    for peak in first:
+        freed_bytes = np.minimum(stage.later / layout.virtual, np.maximum(stage.chunk, 1.0)) * layers[1].stored
+        if layers[0].crossing is not None:
+            freed_bytes = np.where(crossed & (stage.leading > 0), 0.0, freed_bytes)
+        last = np.where(stage.later > 0, last, peak)
+        last = np.where(stage.leading > 0, np.maximum(last, peak - freed_bytes), last)
+    return last
 
 
 def activation_parts(stage: Stage, kinds: Kinds, activations: StageActivations) -> Parts:
     """Return the stored bytes of a stage's micro-batches, by component."""
-    dense, moe = kinds.on(stage)
     parts: Parts = {}
-    add_parts(parts, dense.parts, activations.dense * stage.in_flight)
-    add_parts(parts, moe.parts, activations.moe * stage.in_flight)
+    for number, layer in zip(activations.whole, kinds.on(stage), strict=True):
+        add_parts(parts, layer.parts, number * stage.in_flight)
     add_parts(parts, {"norms": activations.inputs}, stage.in_flight)
     add_parts(parts, kinds.ends(stage).parts, stage.last + kinds.early_in_flight(stage))
     for name, value in kinds.entry.tensors.items():

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from flagcore_models.layers import attention_of, dense_of, experts_of
+from flagcore_models.layers import attention_of, experts_of
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.latent_attention import LatentAttention
 
 from flagcore.contracts import Costs, MemoryModel, communicator_bytes
 from flagcore.domain.model import Part
 from flagcore.domain.space import FloatArray, IntArray
+from flagcore_training.kinds import layer_kinds
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, pick
 from flagcore_training.memory.activations import gathered_tokens
 from flagcore_training.memory.modules import Sizes
@@ -35,8 +36,7 @@ from flagcore_training.memory.states import (
     wide_parts,
 )
 from flagcore_training.memory.stored_activations import Kinds, activation_parts, stage_activations
-from flagcore_training.mixes import Share
-from flagcore_training.stages import Stage, depths_received, stage, stage_layer, stages
+from flagcore_training.stages import Stage, depths_received, stage, stages
 from flagcore_training.vision import tower_weights
 from flagcore_training.weights import ADAPTER_PARTS, EXPERT_PARTS, Parts, padded_vocab, stage_parameters
 
@@ -65,7 +65,8 @@ def buffers(train: Training, layout: Layout, stage: Stage, sizes: Sizes) -> Floa
     else:
         rotary_bytes = 4.0 * train.sequence * attention.head_dim * layout.virtual
     if train.options.adapter and train.options.adapter.base:  # into which the weights of a product are converted
-        largest = largest_matrix(train, layout, {"ffn": stage.dense}, experts=False)
+        parts = {part.kind: number for part, number in layer_kinds(train.model).parts(stage.numbers).items()}
+        largest = largest_matrix(train, layout, {"ffn": parts.get("dense", np.zeros(()))}, experts=False)
         rotary_bytes = rotary_bytes + train.value_bytes * largest
     if train.options.dropout:  # dropout implies an older engine, with learned positions and without placeholders
         return sizes.gathered * np.ones(())
@@ -83,7 +84,7 @@ def _gather_buffer(train: Training, layout: Layout, stage: Stage, sizes: Sizes, 
     """Return the bytes of the buffer for gathered tokens, which linear layers share with the allgather dispatcher."""
     if experts_of(train.model) is None or train.options.dispatcher != "allgather":
         return gathered
-    return np.maximum(gathered, gathered_tokens(layout, sizes) * (stage.moe + stage.mtp > 0))
+    return np.maximum(gathered, gathered_tokens(layout, sizes) * (stage.later + stage.mtp > 0))
 
 
 def bytes_held_after_step(
@@ -98,16 +99,16 @@ def bytes_held_after_step(
     model, inputs = train.model, layout.virtual - (stage.index == 0) + depths_received(train.model, stage)
     routing, experts = np.zeros(()), experts_of(model)
     if experts is not None:
-        block = np.clip(layout.block * layout.virtual - stage.dense, 0.0, stage.moe)
+        block = np.clip(layout.block * layout.virtual - stage.leading, 0.0, stage.later)
         recomputes_all = (layout.uniform > 0) | ((layout.block > 0) & at_most)
-        layers = np.where(recomputes_all, stage.moe, block)
+        layers = np.where(recomputes_all, stage.later, block)
         # The first layer's input is already counted as the stage's input.
-        inputs = inputs + layers - 0.5 * ((layers > 0) & (stage.index > 0) & (stage.dense == 0))
+        inputs = inputs + layers - 0.5 * ((layers > 0) & (stage.index > 0) & (stage.leading == 0))
         if "moe" in train.options.recompute_modules:
-            inputs = inputs + (stage.moe + stage.mtp) * layout.selective
+            inputs = inputs + (stage.later + stage.mtp) * layout.selective
         uniform = np.where(layout.uniform > 0, 2.0, (layout.block > 0) * 1.0) if at_most else 2.0 * (layout.uniform > 0)
         inputs = inputs + stage.mtp * uniform  # each MTP depth also holds its own input
-        moe = stage.moe * stage_layer(model, stage, moe=True).share("experts") + stage.mtp
+        moe = layer_kinds(model).with_experts(stage.numbers) + stage.mtp
         routing = (3.0 * experts.count + 8.0 * experts.chosen) * sizes.rows * moe
     held_bytes: FloatArray = 2.0 * sizes.between * inputs + routing
     return held_bytes
@@ -116,20 +117,20 @@ def bytes_held_after_step(
 def _gradient_placeholders(train: Training, layout: Layout, stage: Stage) -> FloatArray:
     """Return the bytes of the placeholders for gradients: one 16-bit tensor for each distinct weight shape."""
     model, tensor, h = train.model, layout.tensor, train.model.hidden_size
-    dense, experts = dense_of(model), experts_of(model)
-    shares: dict[Part, Share] = {dense: stage.dense}
-    for mixer, share in stage_layer(model, stage, moe=experts is not None).mixers:
-        kind = replace(mixer, window=None) if isinstance(mixer, Attention) else mixer
-        shares[kind] = shares.get(kind, 0.0) + share
+    experts, shapes = experts_of(model), dict[Part, FloatArray]()
+    for part, number in layer_kinds(model).parts(stage.numbers).items():
+        shape = replace(part, window=None) if isinstance(part, Attention) else part
+        if part.kind != "experts":
+            shapes[shape] = shapes.get(shape, 0.0) + number
     weights = np.zeros_like(tensor)
-    for part, share in shares.items():
+    for part, number in shapes.items():
         products = sum(each.weights / (tensor if each.split else 1.0) for each in part.products(h))
-        weights = weights + (products + part.other_weights / tensor) * (share > 0)
+        weights = weights + (products + part.other_weights / tensor) * (number > 0)
     if experts is not None:
         expert = sum(each.inputs * each.outputs for each in experts.routed(h)) / layout.expert_tensor
         shared = sum(each.weights for each in experts.always(h)) / tensor
         is_same = (experts.shared / tensor == experts.width / layout.expert_tensor) & (experts.expert_width(h) == h)
-        weights = weights + (expert + shared * ~is_same) * (stage.moe > 0)
+        weights = weights + (expert + shared * ~is_same) * (stage.later > 0)
     weights = weights + stage.last * padded_vocab(model, tensor) / tensor * h
     return 2.0 * (weights + 2.0 * h * h / tensor * (stage.mtp > 0))
 

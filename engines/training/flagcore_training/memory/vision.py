@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import numpy as np
+from flagcore_models.layers import layers_of
 
 from flagcore_training.layout import Layout, Tower, Training
 from flagcore_training.memory.modules import Layer, Module, Sizes
 from flagcore_training.memory.parts import modules_of
-from flagcore_training.mixes import mean_layer
 from flagcore_training.vision import tower_layout, tower_repeats, tower_training
 
 
@@ -20,7 +20,7 @@ def with_tower(entry: Module, train: Training, tower: Tower, layout: Layout) -> 
     """
     vision, own, mesh = tower.vision, tower_training(tower, train), tower_layout(tower, layout)
     sizes, count = Sizes.from_layout(own, mesh), np.full_like(layout.tensor, float(vision.num_layers))
-    layer = Layer.from_modules(modules_of(own, mesh, sizes, mean_layer(own.model, experts=False)))
+    layer = Layer.from_modules(modules_of(own, mesh, sizes, layers_of(own.model)[0]))
     repeated = tower_repeats(tower, layout)
     outputs = vision.mergers * sizes.unit * vision.output_size * sizes.tokens / vision.merge_size**2
     is_merged = not (tower.frozen and tower.frozen_mergers)

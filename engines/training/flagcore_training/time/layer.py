@@ -11,12 +11,11 @@ from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_models.networks.experts import Experts
 
 from flagcore.contracts import AttentionShape, Costs
-from flagcore.domain.model import Mixer, Network, Part
+from flagcore.domain.model import Layer, Mixer, Network, Part
 from flagcore.domain.space import FloatArray
 from flagcore_training.adapters import linears
 from flagcore_training.layout import Layout, Training
 from flagcore_training.lengths import attention_length, one_by_one
-from flagcore_training.mixes import MeanLayer
 from flagcore_training.time.experts import moe_block
 from flagcore_training.time.passes import (
     Block,
@@ -59,18 +58,18 @@ context parallelism with a2a: of queries, keys, values and outputs, and of their
 rank. Counted with torch (transformer-engine until 2.17 `context_parallel.py`, reorder_seq_chunks)."""
 
 
-def layer_time(train: Training, layout: Layout, costs: Costs, mean: MeanLayer) -> Block:
-    """Return the time of a mean layer without recompute. `repeated` is the time that selective recompute would add.
+def layer_time(train: Training, layout: Layout, costs: Costs, layer: Layer) -> Block:
+    """Return the time of a layer without recompute. `repeated` is the time that selective recompute would add.
 
     Layers in 16 bits among those of fewer bits count as a share of each layer.
     """
     if train.options.wide_layers and train.precision != train.unquantised:
         share = train.wide_share
         narrow = replace(train, options=replace(train.options, wide_layers=0))
-        wide = layer_time(replace(narrow, precision=train.unquantised), layout, costs, mean)
-        return layer_time(narrow, layout, costs, mean) * (1.0 - share) + wide * share
+        wide = layer_time(replace(narrow, precision=train.unquantised), layout, costs, layer)
+        return layer_time(narrow, layout, costs, layer) * (1.0 - share) + wide * share
     tp = TensorCollectives.from_layout(train, layout, costs)
-    return reduce(add, (part_block(part, train, layout, costs, tp) * share for part, share in mean.parts))
+    return reduce(add, (part_block(part, train, layout, costs, tp) for part in layer.parts))
 
 
 def part_block(part: Part, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:

@@ -10,8 +10,9 @@ from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore.contracts import CollectiveCosts, Costs
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_training.adapters import BASE_BYTES
+from flagcore_training.kinds import layer_kinds
 from flagcore_training.layout import Layout, Training
-from flagcore_training.stages import Stage, stage_layer
+from flagcore_training.stages import Stage
 from flagcore_training.time.passes import StageTime, as_integers
 
 PARAMETER_BYTES = 5.0
@@ -91,8 +92,7 @@ def optimizer_time(
     tensors = stage.layers * layer_tensors + ends
     expert_tensors = np.zeros_like(tensors)
     if experts is not None:
-        moe = stage.moe * stage_layer(train.model, stage, moe=True).share("experts")
-        expert_tensors = moe * 2.0 * experts.count / layout.expert
+        expert_tensors = layer_kinds(train.model).with_experts(stage.numbers) * 2.0 * experts.count / layout.expert
     owned_count = params[0] / shards + params[1] / expert_shards
     is_sharded = layout.sharded_optimizer > 0
     device_count = (1.0 - train.options.optimizer_offload_fraction) * owned_count

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from flagcore_models.layers import experts_of
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
+from flagcore_training.kinds import layer_kinds
 from flagcore_training.layout import ArrayRecord, Layout, Training
 from flagcore_training.memory.states import split_parameters
 from flagcore_training.stages import Stage
@@ -18,7 +18,6 @@ from flagcore_training.time.stage import (
     Blocks,
     host_of,
     launch_wait,
-    layer_weights,
     recomputed_layers,
     recomputed_share,
     stage_work,
@@ -47,9 +46,9 @@ class _Work(ArrayRecord):
 class _Parts(ArrayRecord):
     """The work of each part of a model.
 
-    `layer` is an MoE layer if the model has any, `leading` a leading dense layer, `first` and `last` are the ends, and
-    `mtp` is multi-token prediction. `once_s` is added once per stage, in seconds. `recomputed_layers` is the number of
-    layers of a stage that are recomputed in full, inf for all.
+    `layer` is the mean of the layers after the leading dense ones, `leading` that of these, `first` and `last` are the
+    ends, and `mtp` is multi-token prediction. `once_s` is added once per stage, in seconds. `recomputed_layers` is the
+    number of layers of a stage that are recomputed in full, inf for all.
     """
 
     layer: _Work
@@ -81,11 +80,10 @@ class Pace:
         Offload of activations is not included.
         """
         rows, index, parts = blocks.combinations[group], blocks.index[group], blocks.parts[group]
-        has_experts, is_trained = experts_of(train.model) is not None, float(train.options.adapter is None)
-        stages = _stages_of_parts(train)
+        stages, is_trained = _stages_of_parts(train), float(train.options.adapter is None)
         dense, experts = split_parameters(stage_parameters(train, rows, stages))
-        work = stage_work(train, rows, costs, replace(parts, tower=None), stages, dense + experts)
-        per_layer = layer_weights(train, rows, moe=has_experts)
+        work = stage_work(replace(train, tower=None), rows, costs, parts, stages, dense + experts)
+        per_layer = (dense + experts)[0]
         one_pass, two_passes = (summing_seconds(train, costs, times * per_layer) for times in (8.0, 16.0))
         sums = (two_passes - one_pass) * work.summed / (8.0 * per_layer)
         layers, ends = work.layers, work.ends
@@ -102,8 +100,8 @@ class Pace:
                 again_s, again_launches = again_s - seconds, again_launches - kernels
             of_parts.append(_Work(forward_s, launches, backward_s, backward_launches, again_s, again_launches))
         layer, leading, first, last, mtp = of_parts
-        if train.tower is not None and parts.tower is not None:
-            tower = tower_time(train.tower, layout, parts.tower[index])
+        if train.tower is not None:
+            tower = tower_time(train.tower, layout, parts.tower[0][index])
             backward_s, none = tower.backward.total + is_trained * tower.weight, np.zeros_like(layout.data)
             seconds = tower.forward.total, tower.forward.launches, backward_s, tower.backward.launches
             first = first + _Work(*seconds, none, none)
@@ -136,14 +134,15 @@ class Pace:
 def _stages_of_parts(train: Training) -> Stage:
     """Return five stages, each with one part of the model, in the order of `_Parts`: fields of shape (5, 1)."""
     layer, leading, first, last, mtp = np.eye(5)[:, :, None]
-    dense = leading if experts_of(train.model) is not None else leading + layer
+    numbers = layer_kinds(train.model).mean(layer + leading, leading)
     return Stage(
         first=first,
         last=last,
         final_norm=last,
         layers=layer + leading,
-        dense=dense,
+        leading=leading,
         mtp=mtp * train.model.mtp_num_layers,
+        numbers=numbers,
         index=0.0 * first,
         chunk=layer + leading,
         in_flight=0.0 * first,

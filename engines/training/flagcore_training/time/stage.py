@@ -8,19 +8,19 @@ from functools import reduce
 from operator import add
 
 import numpy as np
-from flagcore_models.layers import experts_of
+from flagcore_models.layers import depth_layer, experts_of
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
+from flagcore_training.kinds import layer_kinds
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, distinct
 from flagcore_training.lengths import in_time, one_by_one
 from flagcore_training.memory.stored_activations import offloaded_bytes
-from flagcore_training.mixes import MeanLayer, layer_kinds, mean_layer
-from flagcore_training.stages import Stage, stage_shares
+from flagcore_training.stages import Stage
 from flagcore_training.time.layer import embedding_time, head_time, layer_time
 from flagcore_training.time.passes import Block, Seconds, StageTime
 from flagcore_training.time.vision import tower_block, tower_time
-from flagcore_training.weights import depth_mean, layer_parameters, mean_parameters, own_share
+from flagcore_training.weights import layer_parameters, own_depths, own_share
 
 ACCUMULATION_BYTES = {True: 8.0, False: 12.0}
 """Memory traffic in bytes per parameter and micro-batch to add a weight gradient to its fp32 buffer. Counted.
@@ -55,27 +55,18 @@ DEPENDS_ON = (*LAYER_COUNTS, "virtual", "selective", "uniform", "block")
 
 @dataclass(frozen=True, slots=True)
 class Parts(ArrayRecord):
-    """The times of a model's parts: a dense layer, an MoE layer, the layer of multi-token prediction, and the ends.
+    """The times of a model's parts: a layer of each kind and, if the model has some, of a depth of multi-token
+    prediction, and the ends.
 
-    `tower` is the vision tower, without recompute; None if there is none. `kinds` are the layers of each kind
-    (`mixes`), without the sums of gradients, in a model whose stages differ in them.
+    `weights` are the numbers of weights of these layers on a rank. The sums of gradients of kinds that are alone in
+    their group are included. `tower` is the vision tower, without recompute; it is empty if there is none.
     """
 
-    dense: Block
-    moe: Block
-    mtp: Block
+    layers: tuple[Block, ...]
+    weights: tuple[FloatArray, ...]
     embedding: StageTime
     head: StageTime
-    tower: Block | None = None
-    kinds: tuple[Block, ...] = ()
-
-    def __getitem__(self, rows: slice | IntArray) -> Parts:
-        dense = self.dense[rows]
-        moe = dense if self.moe is self.dense else self.moe[rows]
-        mtp = moe if self.mtp is self.moe else self.mtp[rows]
-        tower = None if self.tower is None else self.tower[rows]
-        kinds = tuple(each[rows] for each in self.kinds)
-        return Parts(dense, moe, mtp, self.embedding[rows], self.head[rows], tower, kinds)
+    tower: tuple[Block, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,55 +99,47 @@ class Blocks:
 
 
 def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
-    dense = _layer_block(train, layout, costs, moe=False)
-    moe = _layer_block(train, layout, costs, moe=True) if experts_of(train.model) is not None else dense
-    own, mtp = train.of_depths, moe
-    if train.model.mtp_num_layers and not (own is train and train.has_plain_depths):
-        mean = depth_mean(train.model)
-        weights = _total(mean_parameters(own, layout, mean))
-        mtp = _with_sums(own, costs, layer_time(own, layout, costs, mean), weights)
+    described = [*layer_kinds(train.model).layers]
+    layers = [layer_time(train, layout, costs, each) for each in described]
+    if train.model.mtp_num_layers:
+        depth, own = depth_layer(train.model), train.of_depths
+        is_known = own is train and depth in described
+        layers.append(layers[described.index(depth)] if is_known else layer_time(own, layout, costs, depth))
+        described.append(depth)
+    weights = [_total(layer_parameters(train, layout, each)) for each in described]
+    for group in _groups(train):
+        if len(layers[group]) == 1:
+            layers[group] = [_with_sums(train, costs, layers[group][0], weights[group][0])]
+    tower = () if train.tower is None else (tower_block(train, train.tower, layout, costs),)
     ends = embedding_time(train, layout, costs), head_time(train, layout, costs)
-    tower = None if train.tower is None else tower_block(train, train.tower, layout, costs)
     embedding, head = (StageTime(end.forward, end.backward, end.weight) for end in ends)
-    found = layer_kinds(train.model)
-    kinds = tuple(
-        layer_time(train, layout, costs, MeanLayer.of_parts([(each, 1.0)])) for each in (found.parts if found else ())
-    )
-    return Parts(dense, moe, mtp, embedding, head, tower, kinds)
+    return Parts(tuple(layers), tuple(weights), embedding, head, tower)
 
 
-def _layer_block(train: Training, layout: Layout, costs: Costs, *, moe: bool) -> Block:
-    """Return the time of a layer. A fused product adds one tile to the gradients while it multiplies others, so both
-    overlap in part: the 2-norm of their times."""
-    block = layer_time(train, layout, costs, mean_layer(train.model, experts=moe))
-    return _with_sums(train, costs, block, layer_weights(train, layout, moe=moe))
+def _groups(train: Training) -> tuple[slice, ...]:
+    """Return the groups of the layers of `Parts`. A depth of multi-token prediction is one of its own."""
+    kinds = layer_kinds(train.model)
+    return (*kinds.groups, *[slice(len(kinds.layers), None)] * (train.model.mtp_num_layers > 0))
 
 
-def _with_sums(train: Training, costs: Costs, block: Block, weights: FloatArray) -> Block:
+def _with_sums(
+    train: Training, costs: Costs, block: Block, weights: FloatArray, number: FloatArray | float = 1.0
+) -> Block:
+    """Return the time of `number` layers with the sums of gradients of their `weights` in fused products.
+
+    A fused product adds one tile to the gradients while it multiplies others, so both overlap in part: the 2-norm of
+    their times in the mean layer.
+    """
     if not _fused(train):
         return block
-    traffic_s = costs.kernels.memory_seconds(ACCUMULATION_BYTES[True] * weights)
-    return replace(block, weight=np.hypot(block.weight, traffic_s))
+    traffic_s = costs.kernels.memory_seconds(ACCUMULATION_BYTES[True] * (weights / number))
+    return replace(block, weight=np.hypot(block.weight / number, traffic_s) * number)
 
 
 def _fused(train: Training) -> bool:
     """Return whether products add to the gradients' buffers. Recipes switch it off for FSDP (Megatron-Bridge
     `perf_recipes` @067f987d: gradient_accumulation_fusion)."""
     return train.transformer_engine and train.options.gradient_fusion and not train.options.fsdp
-
-
-def layer_weights(train: Training, layout: Layout, *, moe: bool, stage: Stage | None = None) -> FloatArray:
-    """Return the number of weights of one layer on one rank: of a model's mean layer, or of a stage's."""
-    return _total(layer_parameters(train, layout, moe=moe, stage=stage))
-
-
-def _stage_block(train: Training, layout: Layout, costs: Costs, parts: Parts, stage: Stage, *, moe: bool) -> Block:
-    """Return the time of the mean layer of a stage, without or with experts."""
-    if not stage.mix:
-        return parts.moe if moe else parts.dense
-    shares = stage_shares(train.model, stage, moe=moe)
-    block = reduce(add, (each * share for each, share in zip(parts.kinds, shares, strict=True)))
-    return _with_sums(train, costs, block, layer_weights(train, layout, moe=moe, stage=stage))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,22 +157,28 @@ class Work(ArrayRecord):
 
 def stage_work(train: Training, layout: Layout, costs: Costs, parts: Parts, stage: Stage, weights: FloatArray) -> Work:
     """Return the work of one micro-batch on a stage with this number of `weights` on a rank."""
-    experts, has_alike_depths = experts_of(train.model) is not None, parts.mtp is parts.moe
-    depths = stage.mtp * has_alike_depths  # those that are like other layers
-    routed, plain = stage.moe + depths * experts, stage.dense + depths * (not experts)
-    layers = _stage_block(train, layout, costs, parts, stage, moe=False) * plain
-    if experts and routed.any():
-        layers = layers + _stage_block(train, layout, costs, parts, stage, moe=True) * routed
-    if not has_alike_depths and stage.mtp.any():
-        layers = layers + parts.mtp * stage.mtp
+    numbers, shares = stage.numbers, [own_share(train.model)] * len(stage.numbers)
+    if train.model.mtp_num_layers:
+        numbers, shares = (*numbers, stage.mtp), [*shares, own_depths(train.model)]
+    found = []
+    for group in _groups(train):
+        blocks, counts = parts.layers[group], numbers[group]
+        if not any(count.any() for count in counts):
+            continue
+        block = reduce(add, (each * count for each, count in zip(blocks, counts, strict=True)))
+        if len(blocks) > 1:
+            held = reduce(add, (each * count for each, count in zip(parts.weights[group], counts, strict=True)))
+            block = _with_sums(train, costs, block, held, np.maximum(sum(counts), 1.0))
+        found.append(block)
+    layers = reduce(add, found or [parts.layers[0] * (0.0 * numbers[0])])
     ends = parts.embedding * stage.first
     if stage.last.any():
         ends = ends + parts.head * stage.last
-    if train.tower is not None and parts.tower is not None and stage.first.any():
-        ends = ends + tower_time(train.tower, layout, parts.tower) * stage.first
-    if alone := own_share(train.model) - (not _fused(train)):  # each run of a layer has its gradients
-        weights = weights - alone * plain * layer_weights(train, layout, moe=False, stage=stage)
-        weights = weights - (alone * routed * layer_weights(train, layout, moe=True, stage=stage) if experts else 0.0)
+    if train.tower is not None and stage.first.any():
+        ends = ends + tower_time(train.tower, layout, *parts.tower) * stage.first
+    for each, number, share in zip(parts.weights, numbers, shares, strict=True):
+        if alone := share - (not _fused(train)):  # each run of a layer has its gradients
+            weights = weights - alone * number * each
     return Work(layers, ends, weights)
 
 

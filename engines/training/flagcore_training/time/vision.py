@@ -1,8 +1,9 @@
 """Time of the vision tower for the images of one micro-batch. Its patch embedding is left out."""
 
+from flagcore_models.layers import layers_of
+
 from flagcore.contracts import Costs
 from flagcore_training.layout import Layout, Tower, Training
-from flagcore_training.mixes import mean_layer
 from flagcore_training.time.layer import layer_time
 from flagcore_training.time.passes import Block, Seconds, StageTime, linear
 from flagcore_training.vision import tower_layout, tower_repeats, tower_training
@@ -11,7 +12,7 @@ from flagcore_training.vision import tower_layout, tower_repeats, tower_training
 def tower_block(train: Training, tower: Tower, layout: Layout, costs: Costs) -> Block:
     """Return the time of the tower's layers and mergers. Nothing before frozen layers needs gradients."""
     vision, own, mesh = tower.vision, tower_training(tower, train), tower_layout(tower, layout)
-    layer = layer_time(own, mesh, costs, mean_layer(own.model, experts=False)) * float(vision.num_layers)
+    layer = layer_time(own, mesh, costs, layers_of(own.model)[0]) * float(vision.num_layers)
     if tower.frozen:
         layer = Block(layer.forward, layer.backward * 0.0, layer.weight * 0.0, layer.repeated * 0.0)
     rows, merged = mesh.tokens(own.sequence) / vision.merge_size**2, vision.hidden_size * vision.merge_size**2

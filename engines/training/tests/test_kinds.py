@@ -1,4 +1,4 @@
-"""Stages with their own mixes of layers."""
+"""Stages of models with several kinds of layers."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_models.mixers.mamba2 import Mamba2
-from flagcore_training.layout import Options, Training
-from flagcore_training.mixes import layer_kinds, mix
+from flagcore_training.kinds import layer_kinds
+from flagcore_training.layout import DEFAULTS, Layout, Options, Training
 from flagcore_training.splits import StageLayers
 from flagcore_training.stages import layer_input_bytes, placed, stage, stages
 from flagcore_training.time.step import passes
@@ -16,7 +16,6 @@ from flagcore_training.weights import parts_of_model, stage_parameters
 from engines.models.tests.examples import layer_of
 from engines.training.tests.simulation import LLAMA, layout, plain_costs, rank_memory, train
 from flagcore.domain.model import Layer, Model
-from flagcore.domain.schedule import SCHEDULES
 
 MAMBA = Mamba2(num_heads=128, head_dim=64, state_size=128)
 FULL, WINDOW, STATE = (layer_of(LLAMA, each) for each in ({}, {"window": 128}, MAMBA))
@@ -33,30 +32,38 @@ SPARSE = replace(
 LOOP = replace(MIXED, num_layers=24, layers=(*MIXED.layers, *(replace(each, repeats=True) for each in MIXED.layers)))
 
 
+def numbers(model: Model, split: Layout, index: int, options: Options = DEFAULTS) -> list[float]:
+    """Return the number of layers of each kind on a stage."""
+    return [float(each[0]) for each in stage(model, split, np.array([float(index)]), options).numbers]
+
+
 def work(model: Model, **values: Any) -> Training:
     return train(model, transformer_engine=True, **values)
 
 
 @pytest.mark.parametrize("layers", [(), (FULL,) * 32, (STATE,) * 32])
-def test_layers_that_are_alike_have_no_mix(layers: tuple[Layer, ...]) -> None:
+def test_layers_that_are_alike_are_of_one_kind(layers: tuple[Layer, ...]) -> None:
     model = replace(LLAMA, layers=layers)
-    assert layer_kinds(model) is None
-    assert stage(model, layout(pipeline=4.0), np.ones(1)).mix == ()
+    assert layer_kinds(model).are_plain
+    assert numbers(model, layout(pipeline=4.0), 1) == [8]
 
 
 @pytest.mark.parametrize(
-    ("virtual", "before", "layers", "counts"),
+    ("virtual", "index", "counts"),
     [
-        (1.0, 0.0, 6.0, [6, 0, 6]),
-        (1.0, 6.0, 6.0, [3, 3, 6]),
-        (1.0, 7.0, 2.0, [1, 1, 2]),
-        (2.0, 0.0, 6.0, [3 + 1, 2, 6]),  # layers 0 to 2 and 6 to 8
-        (2.0, 6.0, 6.0, [3 + 2, 1, 6]),
+        (1.0, 0, [6, 0]),
+        (1.0, 1, [3, 3]),
+        (2.0, 0, [3 + 1, 2]),  # layers 0 to 2 and 6 to 8
+        (2.0, 1, [3 + 2, 1]),
     ],
 )
-def test_a_stage_has_its_own_layers(virtual: float, before: float, layers: float, counts: list[int]) -> None:
-    found = mix(MIXED, *(np.array([each]) for each in (before, layers, virtual)), SCHEDULES["interleaved"])
-    assert [float(each[0]) for each in found] == counts
+def test_a_stage_has_its_own_layers(virtual: float, index: int, counts: list[int]) -> None:
+    assert numbers(MIXED, layout(pipeline=2.0, virtual=virtual), index) == counts
+
+
+def test_the_leading_dense_layers_of_each_stage_are_counted_apart() -> None:
+    assert [numbers(SPARSE, layout(pipeline=2.0), index) for index in (0, 1)] == [[1, 2, 1, 0], [0, 1, 2, 1]]
+    assert [stage(SPARSE, layout(pipeline=2.0), np.full(1, index)).leading for index in (0.0, 1.0)] == [1, 0]
 
 
 @pytest.mark.parametrize("model", [MIXED, SPARSE, LOOP])
@@ -103,27 +110,24 @@ def test_the_time_and_memory_of_a_stage_are_those_of_its_layers() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "counts"),
-    [("zb-v", [[3 + 2, 1, 6], [3 + 1, 2, 6]]), ("dualpipe", [[4.5, 1.5, 6], [4.5, 1.5, 6]])],
+    [("zb-v", [[3 + 2, 1], [3 + 1, 2]]), ("dualpipe", [[4.5, 1.5], [4.5, 1.5]])],
     ids=["layers 0 to 2 and 9 to 11", "a copy of both stages"],
 )
 def test_a_schedule_that_folds_the_pipeline_has_layers_of_both_ends(schedule: str, counts: list[list[float]]) -> None:
     options, split = Options(schedule=schedule), layout(pipeline=2.0)
-    found = [[float(each[0]) for each in stage(MIXED, split, np.array([n]), options).mix] for n in (0.0, 1.0)]
-    assert found == counts
+    assert [numbers(MIXED, split, index, options) for index in (0, 1)] == counts
 
 
 def test_virtual_stages_of_an_explicit_split_have_their_own_layers() -> None:
     chunks = [StageLayers(layers=count) for count in (7, 1, 2, 2)]
     split, options = placed(MIXED, layout(pipeline=2.0, virtual=2.0), Options(), chunks)
-    found = [[float(each[0]) for each in stage(MIXED, split, np.array([n]), options).mix] for n in (0.0, 1.0)]
-    assert found == [[6 + 1, 1 + 1, 9], [1 + 1, 1, 3]]
+    assert [numbers(MIXED, split, index, options) for index in (0, 1)] == [[6 + 1, 1 + 1], [1 + 1, 1]]
 
 
 def test_an_explicit_split_and_the_stages_that_stand_for_others() -> None:
     chunks = [StageLayers(embedding=1, layers=8), StageLayers(layers=2), StageLayers(layers=2, loss=1)]
     split, options = placed(MIXED, layout(pipeline=3.0), Options(), chunks)
-    found = [[float(each[0]) for each in stage(MIXED, split, np.array([n]), options).mix] for n in (0.0, 1.0, 2.0)]
-    assert found == [[7, 1, 8], [1, 1, 2], [1, 1, 2]]
+    assert [numbers(MIXED, split, index, options) for index in (0, 1, 2)] == [[7, 1], [1, 1], [1, 1]]
     long = layout(pipeline=np.array([12.0, 4.0]))
     indices = [each.index.tolist() for each in stages(MIXED, long)]
     assert [6.0, 2.0] in indices  # the first with attention
