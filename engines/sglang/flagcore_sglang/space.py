@@ -10,13 +10,13 @@ import re
 from collections.abc import Mapping
 
 import numpy as np
-from flagcore_importers.programs import strip_dashes
+from flagcore_importers.programs import release, strip_dashes
 from flagcore_models.layers import attention_counts
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_serving.job import EngineArg
 from flagcore_serving.space import adapters, knobs
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
-from flagcore_serving.space.knobs import DRAFTED, EAGER, EXCHANGE, KV, SPECULATION, or_default
+from flagcore_serving.space.knobs import ASYNC, DRAFTED, EAGER, EXCHANGE, KV, SPECULATION, or_default
 from flagcore_serving.space.program import Program
 from flagcore_serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore_serving.space.weights import cache_bytes_per_token
@@ -38,6 +38,8 @@ two for states that it tracks (0.5.23 `kv_cache_configurator.py`)."""
 DRAFTED_TOKENS, NGRAM_TOKENS = 3, 12
 """SGLang's default numbers of drafted tokens: of models (5 for Llama, which is ignored here), and of n-grams (0.5.23
 `speculative_hook.py`)."""
+DRAFTS_AHEAD_SINCE = (0, 5, 11)
+"""The first release that plans the next batch ahead with drafts, too (`environ.py`: SGLANG_ENABLE_SPEC_V2)."""
 _MIN_POOL = 4096
 _MEMORY_STEPS = (
     (20, 2048, 8, 8),
@@ -277,11 +279,20 @@ def settings(task: Task, columns: Columns) -> Settings:
         state_share=np.full(ranks.shape, ratio / (1.0 + ratio)),
         state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, STATE_SLOTS),
         drafted=_drafted(other_args, values),
+        ahead=1.0 * _overlaps_schedule(task, values),
         **_tiers(other_args, values),
         **adapters.adapter_settings(
             task, values, other_args, slots=8, on_host=other_args.get("max-loaded-loras", math.inf)
         ),
     )
+
+
+def _overlaps_schedule(task: Task, columns: Columns) -> BoolArray:
+    """Return whether the next batch is planned while one is computed: by default, but not with pipeline stages (0.5.23
+    `arg_groups/overrides.py`), and with drafts only since DRAFTS_AHEAD_SINCE."""
+    number = release(PROGRAM.version(task.spec))
+    can_draft = number is None or number >= DRAFTS_AHEAD_SINCE
+    return (columns[ASYNC] != 0) & (columns[PP] <= 1) & ((columns[SPECULATION] == 0) | can_draft)
 
 
 FILES = "file"

@@ -35,6 +35,9 @@ MEMORY, CHUNKED, GRAPHS, THREADS = "gpu_memory_utilization", "enable_chunked_pre
 POLICY, IMAGES, OFFLOAD = "scheduling_policy", "limit_mm_per_prompt", "kv_offloading_size"
 ASYNC_BY_DEFAULT = (0, 14, 0)
 """The first release with asynchronous scheduling by default, except on CPU cores (vllm-project/vllm #27614)."""
+STAGES_AHEAD_SINCE = (0, 32, 0)
+"""The first release whose default runner plans ahead with pipeline stages, too: it keeps one batch more than stages in
+flight. 0.28 has this runner only for some models (`config/vllm.py`: max_concurrent_batches, use_v2_model_runner)."""
 SYNCHRONOUS_SECONDS = 956e-6
 """The host's seconds per iteration with synchronous scheduling, fitted to releases from 0.12 on (`engine.yaml`)."""
 NEED_DRAFT_MODEL = ("eagle", "eagle3", "draft_model")
@@ -289,12 +292,21 @@ def settings(task: Task, columns: Columns) -> Settings:
         cache_bytes=cache_bytes,
         cache_element_bytes=np.where((values[KV] == 0) & is_wide, 4.0, PROGRAM.element_bytes(values)),
         offloaded=np.full(ranks.shape, PROGRAM.offloaded_bytes(task.spec)),
+        ahead=_batches_ahead(task, values),
         host_s=np.full(ranks.shape, np.nan) if hardware.on_cores else host_s,
         drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
         draft_host_s=np.select([values[SPECULATION] == each for each in ON_HOST], _draft_seconds(task), 0.0),
         **_tiers(task, other_args, values),
         **adapters.adapter_settings(task, values, other_args, slots=1, on_host=other_args.get("max-cpu-loras")),
     )
+
+
+def _batches_ahead(task: Task, values: Columns) -> FloatArray:
+    """Return how many batches each candidate plans ahead: one with asynchronous scheduling."""
+    is_on = np.where(values[ASYNC] > 0, values[ASYNC] == PROGRAM.code(ASYNC, "on"), is_async(task))
+    is_on &= ~np.isin(values[SPECULATION], ON_HOST) & (not Hardware.of(task).on_cores)
+    is_on &= (values[PP] <= 1) | (PROGRAM.release(task.spec) >= STAGES_AHEAD_SINCE)
+    return 1.0 * is_on
 
 
 def _tiers(task: Task, other_args: Mapping[str, EngineArg], values: Columns) -> dict[str, FloatArray]:

@@ -276,6 +276,7 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
         mixes=context.overheads.mixes or bool(settings.mixed_chunks[row]),
         drafted=drafted,
         gain=tokens_per_iteration(acceptance or (), drafted),
+        ahead=float(settings.ahead[row]),
     )
 
 
