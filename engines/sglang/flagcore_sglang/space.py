@@ -7,11 +7,12 @@ Sources: sglang 0.5.23 `srt/arg_groups/` (fields, memory_hook, parallel_hook, ru
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 
 import numpy as np
 from flagcore_importers.programs import release, strip_dashes
-from flagcore_models.layers import attention_counts
+from flagcore_models.layers import attention_counts, state_bytes
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_serving.job import EngineArg
 from flagcore_serving.space import adapters, knobs
@@ -40,6 +41,9 @@ DRAFTED_TOKENS, NGRAM_TOKENS = 3, 12
 `speculative_hook.py`)."""
 DRAFTS_AHEAD_SINCE = (0, 5, 11)
 """The first release that plans the next batch ahead with drafts, too (`environ.py`: SGLANG_ENABLE_SPEC_V2)."""
+STATES_AHEAD_SINCE = (0, 5, 14)
+"""The first release that does so, too, if it caches prefixes of a model with states (`server_args.py`: auto is
+`extra_buffer`, and not `no_buffer` as in 0.5.13)."""
 _MIN_POOL = 4096
 _MEMORY_STEPS = (
     (20, 2048, 8, 8),
@@ -279,7 +283,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         state_share=np.full(ranks.shape, ratio / (1.0 + ratio)),
         state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, STATE_SLOTS),
         drafted=_drafted(other_args, values),
-        ahead=1.0 * _overlaps_schedule(task, values),
+        ahead=1.0 * _overlaps_schedule(task, other_args, values),
         **_tiers(other_args, values),
         **adapters.adapter_settings(
             task, values, other_args, slots=8, on_host=other_args.get("max-loaded-loras", math.inf)
@@ -287,12 +291,14 @@ def settings(task: Task, columns: Columns) -> Settings:
     )
 
 
-def _overlaps_schedule(task: Task, columns: Columns) -> BoolArray:
+def _overlaps_schedule(task: Task, other_args: Mapping[str, EngineArg], columns: Columns) -> BoolArray:
     """Return whether the next batch is planned while one is computed: by default, but not with pipeline stages (0.5.23
-    `arg_groups/overrides.py`), and with drafts only since DRAFTS_AHEAD_SINCE."""
-    number = release(PROGRAM.version(task.spec))
-    can_draft = number is None or number >= DRAFTS_AHEAD_SINCE
-    return (columns[ASYNC] != 0) & (columns[PP] <= 1) & ((columns[SPECULATION] == 0) | can_draft)
+    `arg_groups/overrides.py`), and with drafts or cached states only in newer releases."""
+    number = release(PROGRAM.version(task.spec)) or (sys.maxsize,)
+    tracks = number >= STATES_AHEAD_SINCE or other_args.get("mamba-scheduler-strategy") == "extra_buffer"
+    is_on = (columns[ASYNC] != 0) & (columns[PP] <= 1)
+    is_on &= (columns[SPECULATION] == 0) | (number >= DRAFTS_AHEAD_SINCE)
+    return is_on & ((columns[knobs.PREFIX] == 0) | tracks | (not state_bytes(task.spec.model)))
 
 
 FILES = "file"

@@ -285,6 +285,26 @@ def test_synchronous_scheduling_and_old_releases_are_predicted_with_the_host_tim
     assert rate("0.12.0", "off", 2) == rate("0.12.0", "on", 2)
 
 
+@pytest.mark.parametrize(
+    ("version", "values", "ahead"),
+    [
+        ("0.14.0", {}, 1.0),
+        ("0.13.0", {}, 0.0),
+        ("0.13.0", {"async_scheduling": "on"}, 1.0),
+        ("0.32.0", {"async_scheduling": "off"}, 0.0),
+        ("0.32.0", {"speculation": "ngram", "speculative_tokens": 3}, 0.0),
+        ("0.32.0", {"pipeline_model_parallel_size": 2}, 1.0),
+        ("0.28.0", {"pipeline_model_parallel_size": 2}, 0.0),
+    ],
+)
+def test_a_batch_is_planned_ahead_by_default_since_0_14(version: str, values: dict[str, Any], ahead: float) -> None:
+    assert settings(cards(engine_version=version), **values).ahead.item() == ahead
+
+
+def test_nothing_is_planned_ahead_on_cores() -> None:
+    assert settings(cores()).ahead.item() == 0.0
+
+
 def test_each_scheme_of_speculation_has_its_own_cost_and_acceptance() -> None:
     def found(scheme: str | None, *rates: float, **arguments: Any) -> dict[str, float]:
         loads = (replace(LOAD, acceptance=(("", rates),) if rates else ()),)

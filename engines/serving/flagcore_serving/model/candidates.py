@@ -364,6 +364,7 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
         ranks=settings.data,
         stages=settings.pipeline,
         role=context.kinds.role,
+        ahead=settings.ahead,
         mixes=settings.mixed_chunks | context.overheads.mixes,
         encode=np.where(is_apart & ~encodes, 0.0, encode),
     )
