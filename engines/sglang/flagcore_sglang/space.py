@@ -283,7 +283,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         state_share=np.full(ranks.shape, ratio / (1.0 + ratio)),
         state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, STATE_SLOTS),
         drafted=_drafted(other_args, values),
-        ahead=1.0 * _overlaps_schedule(task, other_args, values),
+        ahead=_batches_ahead(task, other_args, values),
         **_tiers(other_args, values),
         **adapters.adapter_settings(
             task, values, other_args, slots=8, on_host=other_args.get("max-loaded-loras", math.inf)
@@ -291,14 +291,15 @@ def settings(task: Task, columns: Columns) -> Settings:
     )
 
 
-def _overlaps_schedule(task: Task, other_args: Mapping[str, EngineArg], columns: Columns) -> BoolArray:
-    """Return whether the next batch is planned while one is computed: by default, but not with pipeline stages (0.5.23
+def _batches_ahead(task: Task, other_args: Mapping[str, EngineArg], columns: Columns) -> FloatArray:
+    """Return how many batches each candidate plans ahead: one by default, but none with pipeline stages (0.5.23
     `arg_groups/overrides.py`), and with drafts or cached states only in newer releases."""
     number = release(PROGRAM.version(task.spec)) or (sys.maxsize,)
     tracks = number >= STATES_AHEAD_SINCE or other_args.get("mamba-scheduler-strategy") == "extra_buffer"
     is_on = (columns[ASYNC] != 0) & (columns[PP] <= 1)
     is_on &= (columns[SPECULATION] == 0) | (number >= DRAFTS_AHEAD_SINCE)
-    return is_on & ((columns[knobs.PREFIX] == 0) | tracks | (not state_bytes(task.spec.model)))
+    is_on &= (columns[knobs.PREFIX] == 0) | tracks | (not state_bytes(task.spec.model))
+    return np.where(is_on, 1.0, 0.0)
 
 
 FILES = "file"

@@ -306,7 +306,7 @@ def _batches_ahead(task: Task, values: Columns) -> FloatArray:
     is_on = np.where(values[ASYNC] > 0, values[ASYNC] == PROGRAM.code(ASYNC, "on"), is_async(task))
     is_on &= ~np.isin(values[SPECULATION], ON_HOST) & (not Hardware.of(task).on_cores)
     is_on &= (values[PP] <= 1) | (PROGRAM.release(task.spec) >= STAGES_AHEAD_SINCE)
-    return 1.0 * is_on
+    return np.where(is_on, 1.0, 0.0)
 
 
 def _tiers(task: Task, other_args: Mapping[str, EngineArg], values: Columns) -> dict[str, FloatArray]:
