@@ -197,7 +197,7 @@ def placed(words: Sequence[str]) -> Iterator[tuple[str, Any, int, int]]:
     """Yield the name, the value, and the positions of the words of each option `--NAME VALUE` and word `NAME=VALUE`.
 
     The value of a word `~NAME`, which removes a setting, is None. An option without a value is on. One with several
-    values has a list; files after them are arguments.
+    values has a list; files and programs after them are arguments.
     """
     place = 0
     while place < len(words):
@@ -207,7 +207,7 @@ def placed(words: Sequence[str]) -> Iterator[tuple[str, Any, int, int]]:
             while not equals and end < len(words) and not _is_new(words[end]):
                 end += 1
             values = [value] if equals else words[place + 1 : end]
-            found = [scalar(each) for each in values if not each.endswith(SUFFIXES)] or [*values[:1]]
+            found = [scalar(each) for each in values if not each.endswith((*SUFFIXES, ".py"))] or [*values[:1]]
             yield name_of(name), (found[0] if len(found) == 1 else found or True), place, end
         elif match := _REMOVED.fullmatch(words[place]):
             yield name_of(match[1]), None, place, end
