@@ -203,9 +203,16 @@ def mixed_baseline(hetero: Hetero, baseline: Mapping[str, Any], *, derived: bool
 
 
 def meshes_problem(
-    hetero: Hetero, batch: Any, samples: Any, cluster: Mapping[str, Any], lines: Sequence[HostLine]
+    hetero: Hetero,
+    train: Mapping[str, Any],
+    baseline: Mapping[str, Any],
+    cluster: Mapping[str, Any],
+    lines: Sequence[HostLine],
 ) -> str:
     """Return why the meshes do not fit the global batch, the micro-batch or the cluster; empty if they fit."""
+    if "groups" not in cluster:
+        return ""
+    batch, samples = train["global_batch_size"], baseline["micro_batch_size"]
     first, *others = (sizes[3] for sizes in hetero.sizes)
     if not (type(batch) is int and type(samples) is int and samples > 0):
         return ""  # the rules of the spec report it
