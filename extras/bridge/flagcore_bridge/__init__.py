@@ -354,7 +354,8 @@ def _given(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def _in_effect(found: dict[str, Any], model: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings without those that do nothing in a job."""
-    without = {name for name, need in TABLES["needs"].items() if not _is_met(found.get(need["setting"]), need)}
+    without = {name for name, need in TABLES["needs"].items()
+               if not (value := found.get(need["setting"])) or value != need.get("is", value)}  # fmt: skip
     if not has_experts(model):
         without |= {name for name in found if name.startswith(("moe_", "expert_"))}
     if baseline.get("recompute_granularity") != "selective":
@@ -371,10 +372,6 @@ def _images(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         return {}
     sizes = dict(zip(("image_width", "image_height"), size, strict=True))
     return {"images_per_sequence": sections["dataset"].get("num_images", 1), **sizes}
-
-
-def _is_met(value: object, need: Mapping[str, Any]) -> bool:
-    return value == need["is"] if "is" in need else bool(value)
 
 
 def _layout(value: object) -> str:

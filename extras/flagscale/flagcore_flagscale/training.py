@@ -9,8 +9,8 @@ from flagcore_megatron.space.knobs import SPACE_KNOBS
 from flagcore_megatron.space.meshes import MESHES, SPLIT
 
 from flagcore.domain.chip import Chip
-from flagcore_flagscale.command import MISSING, command_words, is_placeholder, take_command, take_entries
-from flagcore_flagscale.experiment import add_own_variables, control, machines
+from flagcore_flagscale.command import MISSING, Entry, command_words, is_placeholder, take_command, take_entries
+from flagcore_flagscale.experiment import Machines, add_own_variables, control, machines
 from flagcore_flagscale.hetero import (
     chip_names,
     fixed_settings,
@@ -54,6 +54,25 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
         _note_places(flags, baseline)
     text = "used in the baseline, with the parallel sizes of train.system"
     flags.note("micro_batch_size", text, "auto_tuner.baseline")
+    command = _command(source, entries, unresolved, found)
+    train = {"engine": "megatron", **sizes, **options(flags, on_meshes=hetero is not None), **command}
+    meshes, problem, devices = None, "", [found.nodes * found.devices]
+    if hetero is not None:
+        fixed = fixed_settings(source, flags, hetero, model.get("mtp_num_layers") or 0)
+        train["settings"] = {**train.get("settings", {}), **fixed}
+        meshes = meshes_of_space(source, hetero, section, baseline, found.lines)
+        batch, samples, devices = sizes["global_batch_size"], baseline["micro_batch_size"], hetero.devices
+        problem = meshes_problem(hetero, batch, samples, section, found.lines)
+    if not problem and MESHES not in baseline:
+        problem = baseline_problem(baseline, train, model, sum(devices))
+    tuner = _tuner(source, baseline, problem, meshes)
+    if found.nodes > 1 and "hostfile" in section and not source.at("experiment.runner.per_node_task"):
+        tuner["launcher"] = "ssh"
+    _set_memory(source, section)
+    return {"model": model, "cluster": section, "train": train, "auto_tuner": tuner}
+
+
+def _command(source: Source, entries: Sequence[Entry], unresolved: Sequence[str], found: Machines) -> dict[str, Any]:
     arguments = command_words([*entries, *((key, MISSING) for key in unresolved)])
     for key, value in entries:
         if is_placeholder(value):
@@ -62,20 +81,7 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
     if source.take("experiment.exp_dir") is not None:
         text = "of the job itself; trials write into --run-dir"
         source.note("experiment.exp_dir", f"checkpoints and logs {text}", "train.command")
-    train = {"engine": "megatron", **sizes, **options(flags, on_meshes=hetero is not None), **command}
-    meshes, problem, devices = None, "", [found.nodes * found.devices]
-    if hetero is not None:
-        fixed = fixed_settings(source, flags, hetero, model.get("mtp_num_layers") or 0)
-        train["settings"] = {**train.get("settings", {}), **fixed}
-        meshes = meshes_of_space(source, hetero, section, baseline, found.lines)
-        problem, devices = meshes_problem(hetero, train, baseline, section, found.lines), hetero.devices
-    if not problem and MESHES not in baseline:
-        problem = baseline_problem(baseline, train, model, sum(devices))
-    tuner = _tuner(source, baseline, problem, meshes)
-    if found.nodes > 1 and "hostfile" in section and not source.at("experiment.runner.per_node_task"):
-        tuner["launcher"] = "ssh"
-    _set_memory(source, section)
-    return {"model": model, "cluster": section, "train": train, "auto_tuner": tuner}
+    return command
 
 
 def _note_places(flags: Flags, baseline: Mapping[str, Any]) -> None:
@@ -138,17 +144,23 @@ def _space(source: Source, knob_names: Any) -> dict[str, Any]:
         else:
             kinds = (why for part, why in TABLES["dropped_of_space"].items() if part in key)
             source.note(tree_key, f"dropped: {next(kinds)}", "auto_tuner.space")
+    missing = [key for key in knob_names if key not in space]
+    _note_space(source, space, missing)
+    return space
+
+
+def _note_space(source: Source, space: Mapping[str, Any], missing: Sequence[str]) -> None:
+    """Note where a space means other values in FlagScale. `missing`: its knobs without values."""
     virtual = space.get(SIZES[4])
-    if isinstance(virtual, list) and not any(each is None or (type(each) is int and each == 0) for each in virtual):
+    if isinstance(virtual, list) and not {0, None} & {each for each in virtual if type(each) is int or each is None}:
         text = "FlagScale tries only pipelines of more than two stages; flagcore also tries shorter ones without them"
         source.note(f"{_TUNER}.space.{SIZES[4]}", text, f"auto_tuner.space.{SIZES[4]}")
-    if missing := [key for key in knob_names if key not in space]:
+    if missing:
         text = f"missing keys are auto, as in FlagScale: {', '.join(missing)}"
         source.note(f"{_TUNER}.space", text, "auto_tuner.space")
     if "auto" in space.values() or missing:
         text = "auto means every legal value; FlagScale's auto includes illegal values"
         source.note(f"{_TUNER}.space", text, "auto_tuner.space")
-    return space
 
 
 def _objective(source: Source) -> str:

@@ -29,7 +29,8 @@ class Flags:
 
     def __init__(self, source: Notes, entries: Iterable[tuple[str, Any]], usual_key: str = "--{flag}") -> None:
         self.source, self._usual_key = source, usual_key
-        self._arguments: dict[str, tuple[str, Any]] = {}
+        self.given: dict[str, tuple[str, Any]] = {}
+        """The key and the value of each flag."""
         self.empty: list[str] = []
         """Keys with nulls and empty mappings."""
         self.asked: set[str] = set()
@@ -38,27 +39,23 @@ class Flags:
             if value is None or value == {}:
                 self.empty.append(key)
                 continue
-            if previous := self._arguments.get(name := flag_name(key)):
+            if previous := self.given.get(name := flag_name(key)):
                 source.note(previous[0], f"dropped ({previous[1]}): {key} comes later")
-            self._arguments[name] = (key, value)
+            self.given[name] = (key, value)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of a flag, or `default` if it is missing."""
         self.asked.add(name)
-        return self._arguments.get(name, ("", default))[1]
+        return self.given.get(name, ("", default))[1]
 
     def has(self, name: str) -> bool:
         """Return whether the arguments contain a flag."""
-        return name in self._arguments
-
-    def names(self) -> list[str]:
-        """Return the names of all flags."""
-        return list(self._arguments)
+        return name in self.given
 
     def key(self, name: str) -> str:
         """Return the full key of a flag, or `usual_key` for a missing flag."""
         usual_key = self._usual_key.format(name=name, flag=name.replace("_", "-"))
-        return self._arguments.get(name, (usual_key, None))[0]
+        return self.given.get(name, (usual_key, None))[0]
 
     def note(self, name: str, text: str, at: str = "") -> None:
         """Add an import note about a flag."""
@@ -191,13 +188,12 @@ def options(flags: Flags, *, on_meshes: bool = False) -> dict[str, Any]:
 
 def _note_unread(flags: Flags, *, on_meshes: bool) -> None:
     """Add notes on the flags that predictions do not include: their effects, and those that no table knows."""
-    asked = {*flags.asked}
-    names = (each for each in flags.names() if not (on_meshes and each.endswith("_per_stage_micro_batch")))
-    given = {name.replace("_", "-"): (flags.key(name), flags.get(name)) for name in names}
+    others = "_per_stage_micro_batch" if on_meshes else "\0"
+    given = {name.replace("_", "-"): each for name, each in flags.given.items() if not name.endswith(others)}
     note_effects(not_predicted(given), flags.source)
     off = [key for name, (key, value) in given.items() if not is_on(name, value)]
     for key in (*off, *flags.empty):  # others are among the effects
-        if (name := flag_name(key)) not in asked and not knows(name):
+        if (name := flag_name(key)) not in flags.asked and not knows(name):
             flags.source.note(key, "unknown to flagcore: not in the predictions", "train")
 
 
@@ -338,12 +334,7 @@ def _attention(flags: Flags) -> dict[str, Any]:
         section["num_query_groups"] = groups or 1
     if groups is not None and (is_latent or not is_grouped):
         flags.note("num_query_groups", "not used: without group_query_attention, every head has its own keys", "model")
-    has_biases = not flags.get("disable_bias_linear") and flags.get("add_bias_linear", True)
-    text = "linear layers have no biases except those of add_qkv_bias"
-    if has_biases:
-        text = "is not set: linear layers have biases; flagcore models only those of queries, keys and values"
-    flags.note("disable_bias_linear", text, "model")
-    if (flags.get("add_qkv_bias") or has_biases) and not is_latent:
+    if _has_biases(flags) and not is_latent:
         section["add_qkv_bias"] = True
     elif flags.get("add_qkv_bias"):
         flags.note("add_qkv_bias", "not in the predictions: latent attention has no such biases", "model")
@@ -351,6 +342,15 @@ def _attention(flags: Flags) -> dict[str, Any]:
         section["multi_latent_attention"] = True
         section |= {key: size for key, own in TABLES["latent"].items() if (size := flags.get(key, own)) is not None}
     return section
+
+
+def _has_biases(flags: Flags) -> bool:
+    """Return whether queries, keys and values have biases."""
+    text = "linear layers have no biases except those of add_qkv_bias"
+    if has_all := not flags.get("disable_bias_linear") and flags.get("add_bias_linear", True):
+        text = "is not set: linear layers have biases; flagcore models only those of queries, keys and values"
+    flags.note("disable_bias_linear", text, "model")
+    return bool(has_all or flags.get("add_qkv_bias"))
 
 
 def _width(flags: Flags, hidden: int, gated: bool) -> Any:

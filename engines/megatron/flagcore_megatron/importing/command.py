@@ -45,7 +45,7 @@ def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[d
         raise SpecError(key="command", value=" ".join(command), problem=problem, fix=fix)
     notes = Notes()
     flags = _flags(user_command, notes)
-    if not flags.names():
+    if not flags.given:
         problem, fix = "has no argument of Megatron-LM: variables are not set, or it is a part", "give all of it"
         raise SpecError(key="command", value=" ".join(user_command.words), problem=problem, fix=fix)
     cluster = cluster_of(user_command, notes, start)
