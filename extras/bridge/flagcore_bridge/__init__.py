@@ -262,8 +262,9 @@ def _lengths(dataset: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
     """Return `train.lengths` for sequences that are packed before the job."""
     specs = dataset.get("offline_packing_specs") or dataset.get("packed_sequence_specs")  # until June 2026
     packed = specs.get("packed_sequence_size") if isinstance(specs, Mapping) else None
-    is_length = type(packed) is int and packed > 0
-    return {"lengths": assumed_lengths(packed, PACKED, notes, offline=True)} if is_length else {}
+    if type(packed) is not int or packed <= 0:
+        return {}
+    return {"lengths": assumed_lengths(packed, PACKED, notes, offline=True)}
 
 
 def _entries(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any]]:
@@ -278,10 +279,10 @@ def _entries(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]
         values |= {"model.group_query_attention": True, "model.num_query_groups": groups}
     values["model.swiglu"] = bool(model.get("gated_linear_unit"))
     values["model.untie_embeddings_and_output_weights"] = not model.get("share_embeddings_and_output_weights", True)
-    layers, stages, virtual = (model.get(key) for key in ("num_layers", SIZES[1], VIRTUAL))
-    stages = stages or 1
-    if all(type(each) is int and each > 0 for each in (layers, stages, virtual)) and virtual > 1:
-        values[f"model.{VIRTUAL_LAYERS}"] = math.ceil(layers / (stages * virtual))
+    parts = (model["num_layers"], model.get(SIZES[1]) or 1, model.get(VIRTUAL))
+    numbers = [each for each in parts if type(each) is int and each > 0]
+    if len(numbers) == 3 and numbers[2] > 1:
+        values[f"model.{VIRTUAL_LAYERS}"] = math.ceil(numbers[0] / (numbers[1] * numbers[2]))
     if model.get("seq_length") is None:
         values["dataset.seq_length"] = sections.get("dataset", {}).get("seq_length")
     values |= {f"train.{key}": train.get(key) for key in ("micro_batch_size", "global_batch_size", "rampup_batch_size")}
@@ -422,7 +423,7 @@ def _note_others(
             fix = _("correct it, or write +{key}=VALUE", key=override)
             notes.report(override, _("is not in the config, and predictions do not use it"), fix=fix)
     for section, values in sections.items():
-        off = (None, False, [], {}, "")
+        off: tuple[Any, ...] = (None, False, [], {}, "")
         if keys := [key for key, value in values.items() if f"{section}.{key}" not in _USED and value not in off]:
             notes.note(f"{section} ({', '.join(keys)})", "dropped: predictions do not use them")
     others = [key for key, value in config.items() if key not in sections and isinstance(value, Mapping) and value]
