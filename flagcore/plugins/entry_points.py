@@ -81,7 +81,6 @@ OVERLAYS = "flagcore.overlays"
 KINDS = {ENGINES: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
 KINDS |= {PAGES: "page writer", JOBS: "kind of job", OVERLAYS: "overlay"}
 """The noun that messages use for the objects of each entry point group."""
-_PROTOCOLS: Mapping[str, Any] = {LAUNCHERS: Launcher, STRATEGIES: Strategy, IMPORTERS: Importer, WATCHERS: Watcher}
 _LOADED_ELSEWHERE = {"flagcore.commands": "command", "flagcore.models": "catalogue of models"}
 _LOADED_ELSEWHERE |= {"flagcore.mixers": "mixer", "flagcore.operators": "operator library"}
 _LOADED_ELSEWHERE |= {"flagcore.effective": "report of knobs", KIT: "module of the conformance kit"}
@@ -169,10 +168,15 @@ def _own_requirements() -> tuple[str, ...]:
 
 
 def broken_parts() -> Iterator[tuple[str, str]]:
-    """Yield the distributions and the error of each entry point that cannot be used, except plugins, engines, and
-    overlays, which have their own records."""
+    """Yield the distributions and the error of each entry point that cannot be used.
+
+    Plugins, engines and overlays are left out, because they have their own records, and watchers, because they may need
+    packages that only their users install.
+    """
     checks: dict[str, Callable[[Any], object]] = {
-        **{group: partial(check_protocol, protocol) for group, protocol in _PROTOCOLS.items()},
+        LAUNCHERS: partial(check_protocol, Launcher),
+        STRATEGIES: partial(check_protocol, Strategy),
+        IMPORTERS: partial(check_protocol, Importer),
         PAGES: partial(check_protocol, PageWriter),
         JOBS: partial(subclass_of, Work),
         **dict.fromkeys(_LOADED_ELSEWHERE, bool),
@@ -263,10 +267,14 @@ def importer(name: str | None = None) -> Importer:
 
 
 def page_writer() -> PageWriter:
-    """Return what writes the page of a run. Raises NoDevice if it is missing or cannot be loaded."""
+    """Return the first page writer that can be loaded. Raises NoDevice if there is none."""
+    failure = NoDevice("the page of a run cannot be written; install flagcore-page")
     for name in names(PAGES):
-        return _named(PAGES, PageWriter, name, PAGES)
-    raise NoDevice("the page of a run cannot be written; install flagcore-page")
+        try:
+            return _named(PAGES, PageWriter, name, PAGES)
+        except NoDevice as error:
+            failure = error
+    raise failure
 
 
 def watcher(name: str) -> Callable[[RunEvent], object]:

@@ -348,20 +348,20 @@ class LoadedPlugins:
 def with_overlay(loaded: LoadedPlugins, warn: Callable[[str], object]) -> LoadedPlugins:
     """Return the plugins with what an installed overlay adds, such as the user's calibrations.
 
-    An overlay is a subclass of LoadedPlugins. One that cannot be used is a failure of the result. `warn`: called with
-    its warnings.
+    An overlay is a subclass of LoadedPlugins. The first one that can be used is, and those before it are failures of
+    the result. `warn`: called with its warnings.
     """
-    for name, points in installed(OVERLAYS).items():
-        found: list[Plugin | PluginFailure] = [*loaded.plugins, *loaded.failures]
+    found: list[Plugin | PluginFailure] = [*loaded.plugins, *loaded.failures]
+    for name, points in sorted(installed(OVERLAYS).items()):
         try:
             kind: Callable[..., LoadedPlugins] = subclass_of(LoadedPlugins, load_only(points))
             return within(HOOK_SECONDS, partial(kind, found, warn))
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            failure = PluginFailure(name=name, distribution=origins(points), stage="load", reason=one_line(error))
-            return LoadedPlugins([*found, failure])
-    return loaded
+            reason = one_line(error)
+            found.append(PluginFailure(name=name, distribution=origins(points), stage="load", reason=reason))
+    return LoadedPlugins(found) if len(found) > len(loaded.plugins) + len(loaded.failures) else loaded
 
 
 def load_plugins(disabled: Collection[str] = ()) -> LoadedPlugins:

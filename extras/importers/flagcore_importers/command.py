@@ -133,7 +133,7 @@ def _readers() -> dict[str, Commands]:
     from flagcore.contracts import commands_of
     from flagcore.plugins import command_readers, find_engine
 
-    found = dict[str, Commands]()
+    found: dict[str, Commands] = {}
     for name in command_readers():
         try:
             found[name] = commands_of(find_engine(name))
