@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,7 +21,7 @@ from flagcore.domain.engine import EngineSupport, RefusedValues, TaskAdvice
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice
-from flagcore.loading.limits import within
+from flagcore.loading.limits import TooSlow, within
 from flagcore.physics.roofline import PlainMemory, Roofline
 from flagcore.plugins import LoadedPlugins
 from tests.checks import given
@@ -343,6 +344,22 @@ def test_a_method_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch)
 def leave_threads() -> None:
     Thread(target=sleeping, daemon=False).start()
     ThreadPoolExecutor(1).submit(sleeping)
+
+
+def test_a_loop_that_exceeds_its_time_limit_ends() -> None:
+    rounds: list[int] = []
+
+    def loop() -> None:
+        while True:
+            rounds.append(1)
+            time.sleep(0.001)
+
+    with pytest.raises(TooSlow):
+        within(0.05, loop)
+    time.sleep(0.1)
+    count = len(rounds)
+    time.sleep(0.1)
+    assert len(rounds) == count
 
 
 def test_threads_that_a_hook_leaves_do_not_keep_the_process_alive() -> None:

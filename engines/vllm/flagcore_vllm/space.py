@@ -105,6 +105,9 @@ class VllmProgram(Program):
             if key == PREFILL_CONTEXT and str(value) != "1":
                 problem = f"multiplies the {TP} x {PP} x {DP} devices of an instance, which is not predicted"
                 raise SpecError(key=key, value=value, problem=problem, fix="remove it, or set 1")
+            if key == "block-size" and str(value) == "0":  # the code of a knob that is not set
+                fix = "use a whole number from 1, or remove it"
+                raise SpecError(key=f"serve.engine_args.{name}", value=value, problem="is no size", fix=fix)
             if key == connectors.CONFIG:
                 connectors.check(value)
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -114,7 +117,8 @@ class VllmProgram(Program):
             with suppress(ValueError):
                 found = json.loads(text) if key in objects else None
             is_object = key in objects & json_flags.KEYS.keys()
-            if is_object and not isinstance(found, Mapping) and not re.fullmatch(r".*\$.*|\d*|None", text):
+            is_other = value == [] or not (isinstance(found, Mapping) or re.fullmatch(r".*\$.*|\d*|None", text))
+            if is_object and is_other:
                 problem, fix = "must be a JSON object", """write one such as '{"KEY": "VALUE"}'"""
                 raise SpecError(key=f"serve.engine_args.{name}", value=value, problem=problem, fix=fix)
             result |= dict(_flat(name, found)) if isinstance(found, Mapping) else {SHORT.get(key, name): value}
