@@ -3,7 +3,7 @@
 A family or kind of layers that is not known is read as far as its keys go, and named in `Model.unread`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from functools import cache, partial
 from typing import Any
@@ -190,13 +190,14 @@ class Config(BaseModel):
         self, model: Model, blocks: list[list[tuple[str, str]]], order: list[int], keys: Mapping[str, Any]
     ) -> tuple[Layer, ...]:
         """Return the layers of a model in the `order` in which they run. Empty if they follow from its sizes."""
-        known, runs, heads = dict[tuple[Any, ...], Layer](), list[list[Layer]](), self.num_attention_heads_per_layer
+        known, runs = dict[tuple[Any, ...], Layer](), list[list[Layer]]()
+        heads = self.num_attention_heads_per_layer or ()
         of_layers = {layer.lstrip("0") or "0": given for layer, given in (self.per_layer_config or {}).items()}
         for number, layer in enumerate(blocks):
             reuses = number >= self.num_hidden_layers - self.num_kv_shared_layers
             shares = self._shares_index(number)
             sizes = {SIZES[key]: size for key, size in of_layers.get(str(number), {}).items() if key in SIZES}
-            if heads and number < len(heads):
+            if number < len(heads):
                 sizes["num_heads"] = heads[number]
             runs.append([])
             for mixer, network in layer:
@@ -211,9 +212,7 @@ class Config(BaseModel):
             for place, number in enumerate(order)
             for each in runs[number]
         ]
-        rest = {each.network for each in layers[model.moe_first_dense_layers :]}
-        is_plain = {each.mixer for each in layers} == {attention_of(model)} and len(rest) == 1
-        return () if is_plain and len(order) == len(runs) else tuple(layers)
+        return () if _is_plain(model, layers) and len(order) == len(runs) else tuple(layers)
 
     def _order(self) -> list[int]:
         """Return the numbers of the layers in the order in which they run: those of a loop several times.
@@ -233,6 +232,13 @@ class Config(BaseModel):
             raise spec_error("loop_start", "is not a loop of layers", value=f"{start} to {end}", fix=fix)
         return [*range(start), *[*range(start, end)] * self.loop_passes, *range(end, size)]
 
+    def unread(self, kinds: Collection[str]) -> Iterator[tuple[str, str]]:
+        """Yield the keys of single layers that are not read, and the names of layers that are not in `kinds`."""
+        for own in (self.per_layer_config or {}).values():
+            yield from ((f"per_layer_config.{key}", str(value)) for key, value in own.items() if key not in SIZES)
+        if unknown := sorted({*self.layer_names()}.difference(kinds)):
+            yield "layer_types", ", ".join(unknown)
+
     def layer_names(self) -> list[str]:
         """Return the names of all layers.
 
@@ -246,11 +252,16 @@ class Config(BaseModel):
             return names[:size] if len(names) == size + (self.num_nextn_predict_layers or 0) else names
         linear = "linear_attention" if self.linear_num_key_heads else None
         other = self.rest_of_layers or linear or (WINDOW if self.sliding_window else FULL)
-        full = {each - self.first_layer for each in self.full_attention_layers or ()}
-        if (interval := self.full_attention_interval) and self.full_attention_layers is None:
-            offset = interval - 1 if self.full_attention_offset is None else self.full_attention_offset
-            full = {layer for layer in range(size) if layer % interval == offset}
-        return [FULL if layer < self.max_window_layers or layer in full else other for layer in range(size)]
+        full = self._full_layers()
+        return [FULL if layer in full else other for layer in range(size)]
+
+    def _full_layers(self) -> set[int]:
+        listed, interval = self.full_attention_layers, self.full_attention_interval
+        full = {*range(self.max_window_layers), *(each - self.first_layer for each in listed or ())}
+        if not interval or listed is not None:
+            return full
+        offset = interval - 1 if self.full_attention_offset is None else self.full_attention_offset
+        return full.union(layer for layer in range(self.num_hidden_layers) if layer % interval == offset)
 
     def _mixer(
         self, model: Model, kind: str, keys: Mapping[str, Any], sizes: Mapping[str, int], *, reuses: bool, shares: bool
@@ -262,23 +273,25 @@ class Config(BaseModel):
         """
         if kind not in ("attention", "window", INDEXED):
             return _mixer(kind, keys)
-        is_window = kind == "window"
-        own: dict[str, Any] = {
-            name: found[0][1]
-            for name, places in MIXERS["window" if is_window else "attention"].items()
-            if (found := given_keys(keys, places))
-        }
-        if not is_window and not self.attention_k_eq_v:  # Gemma 4 reads their heads only then
-            own.pop("groups", None)
-        top_k = self.index_topk or (self.index_topk_blocks or 0) * self.index_block_size
-        if kind == INDEXED and top_k and self.index_n_heads and self.index_head_dim:
-            heads, width = (0, 0) if shares else (self.index_n_heads, self.index_head_dim)
-            own["indexer"] = Indexer(heads=heads, head_dim=width, top_k=top_k)
-        if is_window and self.use_sliding_window and self.sliding_window:
-            own["window"] = self.sliding_window
-        if reuses or (self.attention_k_eq_v and not is_window):
-            own["projections"] = 0 if reuses else 1
+        table = MIXERS["window" if kind == "window" else "attention"]
+        own: dict[str, Any] = {key: found[0][1] for key in table if (found := given_keys(keys, table[key]))}
+        if kind == INDEXED and (indexer := self._indexer(shares=shares)):
+            own["indexer"] = indexer
+        if kind == "window":
+            own |= {"window": self.sliding_window} if self.use_sliding_window and self.sliding_window else {}
+        elif self.attention_k_eq_v:
+            own["projections"] = 1
+        else:
+            own.pop("groups", None)  # Gemma 4 reads their heads only then
+        own |= {"projections": 0} if reuses else {}
         return attention_of(model, **{**own, **sizes})
+
+    def _indexer(self, *, shares: bool) -> Indexer | None:
+        top_k = self.index_topk or (self.index_topk_blocks or 0) * self.index_block_size
+        heads, width = self.index_n_heads, self.index_head_dim
+        if not (top_k and heads and width):
+            return None
+        return Indexer(heads=0 if shares else heads, head_dim=0 if shares else width, top_k=top_k)
 
     def _shares_index(self, layer: int) -> bool:
         """Return whether a layer uses the choice of an earlier layer's indexer (transformers `GlmMoeDsaConfig`)."""
@@ -337,6 +350,12 @@ class Config(BaseModel):
         )
 
 
+def _is_plain(model: Model, layers: Sequence[Layer]) -> bool:
+    """Return whether all layers have the model's attention, and all after the first dense ones the same network."""
+    rest = {each.network for each in layers[model.moe_first_dense_layers :]}
+    return {each.mixer for each in layers} == {attention_of(model)} and len(rest) == 1
+
+
 def _mixer(name: str, keys: Mapping[str, Any]) -> Mixer:
     """Return the mixer `name` of MIXERS with the sizes that the keys of a config.json give. Raises SpecError."""
     table = MIXERS.get(name, {})
@@ -376,18 +395,13 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
         config, path = {**inner, **outer}, ("text_config",)
         kind = config.get("model_type", kind)
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    own = family or {}
     try:
         read = keys_of_family(config, family)
-        kinds = {**KINDS, **(family or {}).get("kinds", {})}
+        kinds = {**KINDS, **own.get("kinds", {})}
         known = checked(Config, read)
-        unread = [
-            *unread_keys(whole, {*read, *(family or {}).get("renamed", {})}),
-            *[("model_type", str(kind))] * (family is None),
-        ]
-        of_layers = (known.per_layer_config or {}).values()
-        unread += [(f"per_layer_config.{key}", str(own[key])) for own in of_layers for key in own if key not in SIZES]
-        if unknown := sorted({*known.layer_names()} - kinds.keys()):
-            unread.append(("layer_types", ", ".join(unknown)))
+        unread = [*unread_keys(whole, {*read, *own.get("renamed", {})}), *known.unread(kinds)]
+        unread += [("model_type", str(kind))] if family is None else []
         try:
             model = known.model(kinds, read, name)
         except SpecError:

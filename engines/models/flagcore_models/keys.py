@@ -1,7 +1,7 @@
 """The keys of a Hugging Face config.json as `families.yaml` names them: defaults, aliases, computed sizes."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -49,22 +49,24 @@ def keys_of_family(config: Mapping[str, Any], family: Mapping[str, Any] | None) 
     fixed, renamed, _ = (defaults.pop(key, {}) for key in ("always", "renamed", "kinds"))
     renamed = {key: name for key, name in renamed.items() if name in renamed or config.get(name) is None}
     names = {key: ALIASES.get(key, key) for key in config if key not in renamed}
-    several = Counter(name for key, name in names.items() if config[key] is not None)
-    layers = config.get("num_hidden_layers")
+    others = {name: value for key, name in renamed.items() if (value := value_at(config, key)) is not None}
+    given, layers = {*names.values(), *others}, config.get("num_hidden_layers")
     found = {
-        key: _one(name, config[key], layers)
-        for key, name in names.items()
-        if (family is None or name in COMMON or name in defaults) and not (config[key] is None and several[name])
+        key: _one(names.get(key, key), value, layers)
+        for key, value in {**_kept(config, names, None if family is None else {*COMMON, *defaults}), **others}.items()
     }
-    for key, name in renamed.items():
-        if (value := value_at(config, key)) is not None:
-            found[name] = _one(name, value, layers)
-    given = {*names.values(), *(renamed[key] for key in renamed if value_at(config, key) is not None)}
     read = {**{name: value for name, value in defaults.items() if name not in given}, **found, **fixed}
     listed = next((found[key] for key in found if ALIASES.get(key, key) == "layer_types" and found[key]), None)
     if "num_hidden_layers" not in given and isinstance(listed, (str, list)):
         read["num_hidden_layers"] = len(listed)
     return {**_derived(read), **{name: value for name, value in read.items() if value is not None}, **_computed(read)}
+
+
+def _kept(config: Mapping[str, Any], names: Mapping[str, str], known: Collection[str] | None) -> dict[str, Any]:
+    """Return the keys in `names` that are known, or all, without null in place of another key of the same name."""
+    several = Counter(name for key, name in names.items() if config[key] is not None)
+    kept = [key for key, name in names.items() if config[key] is not None or not several[name]]
+    return {key: config[key] for key in kept if known is None or names[key] in known}
 
 
 def _one(name: str, value: Any, layers: object) -> Any:
@@ -105,21 +107,23 @@ def _computed(keys: Mapping[str, Any]) -> dict[str, Any]:
     if keys.get("block_auto_adjust_ff_dim") and isinstance(width, int):
         width = int(2 * width / 3 * (keys.get("block_ffn_dim_multiplier") or 1))
         return {"intermediate_size": _rounded(width, keys.get("block_multiple_of") or 256)}
-    if not isinstance(blocks, list) or not isinstance(hidden, int):
-        return {}
+    return _of_blocks(blocks, hidden, keys) if isinstance(blocks, list) and isinstance(hidden, int) else {}
+
+
+def _of_blocks(blocks: Sequence[Any], hidden: int, keys: Mapping[str, Any]) -> dict[str, Any]:
     names, widths, groups = list[str](), list[int](), list[int]()
     for block in blocks:
         attention, network = (section_of(block, name) for name in ("attention", "ffn"))
         has_attention, has_network = (
             not (part.get("no_op") or part.get("replace_with_linear")) for part in (attention, network)
         )
-        names.append(" ".join(["attention"] * has_attention + ["mlp"] * has_network))
+        if has_attention or has_network:
+            names.append(" ".join(["attention"] * has_attention + ["mlp"] * has_network))
         if has_attention:
             groups.append(attention.get("n_heads_in_group") or 1)
         if has_network:
             width = _rounded(int(2 * network.get("ffn_mult", 4) * hidden / 3), 256)
             widths.append(network.get("intermediate_size") or width)
-    names = [name for name in names if name]
     found: dict[str, Any] = {"layer_types": names, "num_hidden_layers": len(names)}
     if widths:
         found["intermediate_size"] = round(sum(widths) / len(widths))

@@ -219,8 +219,10 @@ class ServingEngine(EngineProfile):
             usual[CONTEXT] = AUTO
         if Hardware.of(task).on_cores:
             return usual
-        for knob in (knob for knob in self.knobs if knob.name in LAYOUT and knob.name not in fixed):
+        for knob in self.knobs:
             searched = knob.value_in(space)
+            if knob.name not in LAYOUT or knob.name in fixed:
+                continue
             if searched is not None:
                 usual[knob.name] = searched
             elif by_default:

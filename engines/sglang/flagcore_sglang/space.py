@@ -117,12 +117,15 @@ class SglangProgram(Program):
 def _sizes(args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
     """Return TP in place of tp-size, and the EP size that a library for the exchange between experts implies."""
     names, found = {strip_dashes(key): key for key in args}, dict[str, EngineArg]()
-    tensor_key = next((names[name] for name in TP_FLAGS if name in names), "")
-    tensor = args.get(tensor_key)
-    data = args.get(names.get("attn-dp-size") or names.get(strip_dashes(DP)) or "")
-    exchange = args.get(names.get("moe-a2a-backend") or names.get(strip_dashes(EXCHANGE)) or "")
+
+    def key(*flags: str) -> str:
+        return next((names[name] for name in flags if name in names), "")
+
+    tensor_key = key(*TP_FLAGS)
+    tensor, data = args.get(tensor_key), args.get(key("attn-dp-size", strip_dashes(DP)))
+    exchange = args.get(key("moe-a2a-backend", strip_dashes(EXCHANGE)))
     if isinstance(tensor, int) and exchange in SPANNING:
-        found[next((names[name] for name in (*EP_FLAGS, strip_dashes(EP)) if name in names), EP)] = tensor
+        found[key(*EP_FLAGS, strip_dashes(EP)) or EP] = tensor
     if isinstance(tensor, int) and isinstance(data, int) and data > 1 and tensor % data == 0:
         found[tensor_key] = tensor // data
     return found

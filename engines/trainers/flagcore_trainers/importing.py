@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore_importers.dialect import Dialect, Reading, flat, name_of, placed, read_config
+from flagcore_importers.values import count_of, positive
 from flagcore_models.public import model_of
 from flagcore_training.commands import UserCommand, cluster_of, parse
 from flagcore_training.unmodelled import joined, note_effects
@@ -44,11 +45,6 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in found if name.startswith("--")}
 
 
-def number(value: object) -> int | None:
-    """Return a positive whole number, or None for anything else, such as `auto`."""
-    return int(str(value)) if str(value).isdecimal() and int(str(value)) > 0 else None
-
-
 GROUPS = ("tensor_parallel.autotp_size", "sequence_parallel_size")
 """Keys of DeepSpeed with the sizes of groups of ranks that share a sample."""
 BATCH_KEYS = ("train_batch_size", MICRO_KEY, STEPS)
@@ -58,7 +54,7 @@ def check_sizes(content: Mapping[str, Any], config: str) -> None:
     """Raise SpecError if a size of a batch in a configuration of DeepSpeed is neither a positive number nor `auto`."""
     for key in BATCH_KEYS:
         value = content.get(key)
-        if value not in (None, "auto") and number(str(value).removesuffix(".0")) is None:
+        if value not in (None, "auto") and positive(str(value).removesuffix(".0")) is None:
             fix = f"correct {config}"
             raise SpecError(key=key, value=value, problem="is neither a positive whole number nor auto", fix=fix)
 
@@ -69,15 +65,15 @@ def processes(words: Sequence[str], directory: str) -> int | None:
     if command is None:
         return _launched(words)[0]
     given = command.option("nproc-per-node")
-    return number(given.value) if given else None
+    return positive(given.value) if given else None
 
 
 def _launched(words: Sequence[str]) -> tuple[int | None, int]:
     """Return the devices of a host (or None) and the number of hosts (or 0) of the `deepspeed` launcher's options."""
     included = str(option(words, "include") or "").split("@")
     listed = [len(each.partition(":")[2].split(",")) for each in included if ":" in each]
-    devices = number(option(words, "num_gpus")) or (listed[0] if listed else None)
-    return devices, number(option(words, "num_nodes")) or len(listed)
+    devices = positive(option(words, "num_gpus")) or (listed[0] if listed else None)
+    return devices, positive(option(words, "num_nodes")) or len(listed)
 
 
 def spec_of_deepspeed(start: Start, flags: Sequence[str], directory: Path, model: str | None) -> Imported:
@@ -90,7 +86,7 @@ def spec_of_deepspeed(start: Start, flags: Sequence[str], directory: Path, model
     check_sizes(content, config)
     cluster = _cluster(start, str(directory), notes)
     total, share = _batch(words, content, cluster, notes)
-    length = number(option(words, *TABLES["length_flags"]))
+    length = positive(option(words, *TABLES["length_flags"]))
     if length is None:
         notes.report("train.seq_length", "is not in the command", fix="add --max_seq_len N to the command")
     section = model_of(model, [option(words, *TABLES["model_flags"])], directory, notes)
@@ -115,7 +111,7 @@ def spec_of_deepspeed(start: Start, flags: Sequence[str], directory: Path, model
 
 def _sizes(words: Sequence[str], content: Mapping[str, Any]) -> list[int]:
     """Return the micro-batch size and the number of micro-batches of the configuration, or else of the command."""
-    return [number(content.get(key)) or number(option(words, name)) or 1 for name, key in SIZES.items()]
+    return [positive(content.get(key)) or count_of(option(words, name)) for name, key in SIZES.items()]
 
 
 def _batch(
@@ -123,8 +119,8 @@ def _batch(
 ) -> tuple[int, float | None]:
     """Return the global batch size, and the micro-batch size that follows from that of the configuration, if known."""
     micro, accumulated = _sizes(words, content)
-    devices = cluster["nodes"] * (number(cluster["devices_per_node"]) or 1)
-    total, is_known = number(content.get("train_batch_size")), cluster["devices_per_node"] != "auto"
+    devices = cluster["nodes"] * count_of(cluster["devices_per_node"])
+    total, is_known = positive(content.get("train_batch_size")), cluster["devices_per_node"] != "auto"
     if total is None:
         total = micro * accumulated * devices
         text = "is that of the command's devices, micro-batch and steps"
@@ -144,9 +140,9 @@ def _note_contradictions(
     """Add a note on each size of the command that differs from that of the configuration, or from `share`."""
     follows = None if share is None else int(share) if share.is_integer() else round(share, 3)
     for name, key in SIZES.items():
-        own, given = option(words, name), number(content.get(key))
+        own, given = option(words, name), positive(content.get(key))
         other = given or (follows if name == MICRO else None)
-        if number(own) and other and number(own) != other:
+        if positive(own) and other and positive(own) != other:
             of = f"of {config}" if given else f"of train_batch_size in {config}"
             notes.note(f"--{name}", f"{own} contradicts {other} {of}", "train.command")
 
@@ -168,7 +164,7 @@ def _note_unpredicted(words: Sequence[str], content: Mapping[str, Any], director
         notes.note(found, "is taken as the recompute of whole layers in backward", "train.program.fixed")
     for text in files.own_configurations(words, directory):
         notes.note("config", text, "train.command")
-    if (number(stages := option(words, "pipe_parallel_size", "pipeline_parallel_size")) or 1) > 1:
+    if count_of(stages := option(words, "pipe_parallel_size", "pipeline_parallel_size")) > 1:
         notes.note("pipe_parallel_size", f"not in the predictions ({stages}): all devices count as replicas", "train")
     return bool(checkpoints)
 
@@ -264,7 +260,7 @@ def _cluster(start: Start, directory: str, notes: Notes) -> dict[str, Any]:
     devices, nodes = own or start.devices, hosts or start.hosts * start.instances
     if devices is None:
         notes.note("cluster.devices_per_node", "is not in the command; auto is the number on this machine", "cluster")
-    if option(words, "hostfile") and not number(option(words, "num_nodes")):
+    if option(words, "hostfile") and not positive(option(words, "num_nodes")):
         notes.note("cluster.nodes", f"{nodes}: the hosts of --hostfile are not read", "cluster")
     return {"chip": "auto", "nodes": nodes, "devices_per_node": devices or "auto"}
 
@@ -305,7 +301,7 @@ def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: 
     content = read_toml(str(file), directory) if file else {}
     read = _titan(words, content)
     key, value = _first(read, "micro_batch_size")
-    if key and number(value) is None:
+    if key and positive(value) is None:
         notes.report(key, "is not a positive whole number", value=value, fix="correct it")
     cluster = cluster_of(command, notes, start)
     _check_degrees(read, command, cluster, notes)
@@ -352,7 +348,7 @@ def _titan_batch(
     cluster: Mapping[str, Any], sizes: Collection[int], micro: int, total: int | None, notes: Notes
 ) -> int:
     """Return the global batch size. `sizes`: the degrees of parallelism of a replica. `total`: what the job sets."""
-    replicas = cluster["nodes"] * (number(cluster["devices_per_node"]) or 1)
+    replicas = cluster["nodes"] * count_of(cluster["devices_per_node"])
     for size in sizes:
         replicas = max(1, replicas // size)
     if cluster["devices_per_node"] == "auto" and total is None:
@@ -366,7 +362,7 @@ def _titan_batch(
 
 def _titan_row(name: str, key: str, value: object) -> dict[str, Any]:
     """Return the row of a knob. If the engine does not try the value, it is the only one."""
-    value = number(value) or value
+    value = positive(value) or value
     is_usual = name != "micro_batch_size" or value in (1, 2, 4, 8, 16)
     return {"flag": f"--{key}", "default": value, **({} if is_usual else {"values": [value]})}
 
@@ -381,7 +377,7 @@ def _check_degrees(read: Reading, command: UserCommand, cluster: dict[str, Any],
         key, value = _first(read, target)
         if target == "shard" and (not key or str(value) == "-1"):
             is_whole, value = False, 1
-        if (size := number(value) if key else 1) is None:
+        if (size := positive(value) if key else 1) is None:
             notes.report(key, "is not a positive whole number", value=value, fix="correct it")
             return
         product *= size
@@ -401,7 +397,7 @@ def _check_degrees(read: Reading, command: UserCommand, cluster: dict[str, Any],
 def replicas_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> tuple[str, int]:
     """Return the key with the number of copies of the sharded weights, and the number: 1 without such a key."""
     key, value = _first(_titan(words, content), "replicate")
-    return key, number(value) or 1
+    return key, count_of(value)
 
 
 def effects_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> list[Unmodelled]:
@@ -428,9 +424,9 @@ def _titan_names(read: Reading) -> list[str]:
 
     The flavor decides on the shape: files of another size, or of a flavor without one, are those of a tokenizer.
     """
-    section = {key: own for key in ("name", "flavor", *FILES_OF_MODEL) if (own := read.given.get(f"model.{key}"))}
-    paths = [str(section.get(each) or "") for each in FILES_OF_MODEL]
-    if flavor := str(section.get("flavor") or "").lower():
+    section = {key: str(own) for key in ("name", "flavor", *FILES_OF_MODEL) if (own := read.given.get(f"model.{key}"))}
+    paths = [section.get(each, "") for each in FILES_OF_MODEL]
+    if flavor := section.get("flavor", "").lower():
         sizes = {*SIZE.findall(flavor)}
         own_sizes = [{*SIZE.findall(each.lower().rstrip("/").rpartition("/")[2])} for each in paths]
         paths = [each for each, own in zip(paths, own_sizes, strict=True) if sizes and (sizes <= own or not own)]

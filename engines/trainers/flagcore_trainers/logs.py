@@ -164,7 +164,7 @@ class Log:
         return self._used is not None
 
     def _add_step(self, groups: Mapping[str, str | None], at: float | None) -> None:
-        self._add_memory(groups.get("gib") or "")
+        self._add_memory(groups.get("gib"))
         number = groups.get("step") or f"line {len(self._seen)}"
         if number in self._seen:
             return
@@ -195,7 +195,7 @@ class Log:
                 return size / rate
         return None
 
-    def _add_memory(self, gib: str) -> None:
+    def _add_memory(self, gib: str | None) -> None:
         number = _number(gib)
         if number and number * 1024 < MAX_MIB:
             self.peak_bytes = max(self.peak_bytes or 0, int(number * GIB))

@@ -137,24 +137,26 @@ class ProgramSection(Section):
 def program_of(data: object) -> ProgramSection:
     """Return the section `train.program` of a spec. Raises SpecError with all problems."""
     section, problems = validated(ProgramSection, data, Context())
-    if section is not None:
-        problems += [each for name, row in section.knobs.items() for each in _row_problems(name, row, section)]
-        problems += [
-            spec_error(("fixed", meaning), f"must be at most {LARGEST[meaning]}", value=number)
-            for meaning, number in section.fixed.items()
-            if number > LARGEST.get(meaning, number)
-        ]
-        meanings = [meaning for name, row in section.knobs.items() if (meaning := meaning_of(name, row))]
-        for meaning in {each for each in meanings if meanings.count(each) + (each in section.fixed) > 1}:
-            problem, fix = f"has several knobs with the meaning {meaning}", "give it to one knob, and not in `fixed`"
-            problems.append(spec_error("knobs", problem, fix=fix))
-        variables = [row.env for row in section.knobs.values() if row.env]
-        for name in sorted({each for each in variables if variables.count(each) > 1}):
-            problems.append(spec_error("knobs", f"has several knobs with env {name}", fix="make them one knob"))
-        problems += _step_problems(section.log.step or "")
+    problems += _problems(section) if section else ()
     if section is None or problems:
         raise join_errors([located(each, ("train", "program"), "") for each in problems])
     return section
+
+
+def _problems(section: ProgramSection) -> Iterator[SpecError]:
+    for name, row in section.knobs.items():
+        yield from _row_problems(name, row, section)
+    for meaning, number in section.fixed.items():
+        if number > LARGEST.get(meaning, number):
+            yield spec_error(("fixed", meaning), f"must be at most {LARGEST[meaning]}", value=number)
+    meanings = [own for name, row in section.knobs.items() if (own := meaning_of(name, row))]
+    for repeated in {each for each in meanings if meanings.count(each) + (each in section.fixed) > 1}:
+        problem, fix = f"has several knobs with the meaning {repeated}", "give it to one knob, and not in `fixed`"
+        yield spec_error("knobs", problem, fix=fix)
+    variables = [row.env for row in section.knobs.values() if row.env]
+    for name in sorted({each for each in variables if variables.count(each) > 1}):
+        yield spec_error("knobs", f"has several knobs with env {name}", fix="make them one knob")
+    yield from _step_problems(section.log.step or "")
 
 
 def _step_problems(pattern: str) -> Iterator[SpecError]:
@@ -175,16 +177,16 @@ def _row_problems(name: str, row: KnobRow, program: ProgramSection) -> Iterator[
     at: KeyPath = ("knobs", name)
     if row.key and program.config is None:
         yield spec_error((*at, "key"), "needs a configuration file", value=row.key, fix="set `config`")
-    if row.env and OF_TRIAL.fullmatch(row.env):
+    if OF_TRIAL.fullmatch(row.env or ""):
         yield spec_error((*at, "env"), "is a variable that flagcore sets for each trial", value=row.env)
     if row.env and (odd := [each for each in values_of(row) if "\0" in str(each)]):
         yield spec_error((*at, "values"), "contain NUL, which no variable can", value=odd)
     if meaning := meaning_of(name, row):
-        least, most = (0, LARGEST[meaning]) if meaning in LARGEST else (1, 2**31)
-        numbers = numbers_of(row).items()
-        if wrong := [value for value, number in numbers if number is None or not least <= number <= most]:
-            rule = f"a number from {least} to {most}" if meaning in LARGEST else "a positive whole number"
-            fix = f"write what each value means, as in {wrong[0]}: {least}"
+        allowed, rule = range(1, 2**31 + 1), "a positive whole number"
+        if meaning in LARGEST:
+            allowed, rule = range(LARGEST[meaning] + 1), f"a number from 0 to {LARGEST[meaning]}"
+        if wrong := [value for value, number in numbers_of(row).items() if number not in allowed]:
+            fix = f"write what each value means, as in {wrong[0]}: {allowed[0]}"
             yield spec_error((*at, "values"), f"mean no {meaning}, which is {rule}", value=[*wrong], fix=fix)
     if row.default is not None and as_value(row, row.default) not in values_of(row):
         yield spec_error((*at, "default"), "is not one of `values`", value=row.default, fix="add it there")

@@ -8,11 +8,12 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from flagcore_importers import dialect
-from flagcore_importers.dialect import OFF, Dialect, flat, name_of, read_config, read_given, scalar
+from flagcore_importers.dialect import OFF, SUFFIXES, Dialect, flat, name_of, placed, read_config, read_given, scalar
 from flagcore_models.public import model_of
 from flagcore_training.adapters import NAMES, TARGETS, absent_targets, adapter_section, layer_names
 from flagcore_training.commands import cluster_of, parse
@@ -417,14 +418,16 @@ def _command(read: Reading, file: str) -> dict[str, Any]:
     The arguments that transformers compares with that configuration change alike.
     """
 
-    def word(name: str, value: object) -> str:
-        return f"{read.row['set'].format(name)}={str(value).lower() if isinstance(value, bool) else value}"
+    words, own = [*read.words], {"deepspeed", STEPS, MICRO}
+    for name, _value, start, end in reversed([*placed(words)]):
+        if name in own:
+            del words[start : min(end, start + 2)]
+    has_file = any(re.search(_PROGRAM, each) and after.endswith(SUFFIXES) for each, after in pairwise(words))
+    form = read.row["set"] if has_file else "--{}"  # without a file of settings, programs read options
 
-    words, skips = list[str](), False
-    for each in read.words:
-        is_option = each.partition("=")[0] in ("--deepspeed", f"--{STEPS}", f"--{MICRO}", "deepspeed", STEPS, MICRO)
-        words += [] if is_option or skips else [each]
-        skips = is_option and "=" not in each
+    def word(name: str, value: object) -> str:
+        return f"{form.format(name)}={str(value).lower() if isinstance(value, bool) else value}"
+
     words += [word("deepspeed", CONFIG), word(STEPS, f"{{{STEPS}}}")]
     values = sorted({1, 2, 4, 8, 16, 32, read.size("micro_batch_size")})
     row = {"key": MICRO_KEY, "flag": word(MICRO, "{}"), "values": values, "label": "MBS"}

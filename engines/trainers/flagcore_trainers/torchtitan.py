@@ -163,8 +163,7 @@ class TorchTitan(Trainer):
         argv = [word for word in launch.argv if word != off]
         if off and candidate.as_dict()[fs.COMPILE] is False and (usual or (row and row.default)):
             argv.append(off)
-        last = [word for word in argv if word.startswith(CHECKPOINTING)]
-        return replace(launch, argv=(*(word for word in argv if word not in last), *last))
+        return replace(launch, argv=tuple(sorted(argv, key=lambda word: word.startswith(CHECKPOINTING))))
 
 
 def _negative(flag: str) -> str:

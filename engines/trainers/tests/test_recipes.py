@@ -243,6 +243,19 @@ def test_trials_start_a_command_with_a_file_of_deepspeed(folder: Path) -> None:
     assert not engine.spec_warnings(platform.task.spec)
 
 
+def test_a_command_with_options_alone_keeps_its_launcher_and_gets_options(folder: Path) -> None:
+    words = "deepspeed --num_gpus 4 src/train.py --stage sft --model_name_or_path Qwen/Qwen3-4B --deepspeed ds.json"
+    words += " --per-device-train-batch-size 2 --cutoff_len 2048 --dataset own --output_dir out"
+    train = read_command(None, [words], chip="H100-SXM").data["train"]
+    assert train["command"][:4] == ["deepspeed", "--num_gpus", "4", "src/train.py"]
+    assert train["command"][-2:] == [
+        "--deepspeed={config}",
+        "--gradient_accumulation_steps={gradient_accumulation_steps}",
+    ]
+    assert not {"ds.json", "--per-device-train-batch-size"} & {*train["command"]}
+    assert train["program"]["knobs"]["micro_batch_size"]["flag"] == "--per_device_train_batch_size={}"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "key"),
     [

@@ -110,18 +110,8 @@ class VllmProgram(Program):
                 raise SpecError(key=f"serve.engine_args.{name}", value=value, problem="is no size", fix=fix)
             if key == connectors.CONFIG:
                 connectors.check(value)
-            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            if key == "limit-mm-per-prompt":  # earlier releases: image=2,video=1
-                text = re.sub(r"^([^{].*)$", r"{\1}", re.sub(r"([\w-]+)=(\d+)", r'"\1":\2', text))
-            found: object = None
-            with suppress(ValueError):
-                found = json.loads(text) if key in objects else None
-            is_object = key in objects & json_flags.KEYS.keys()
-            is_other = value == [] or not (isinstance(found, Mapping) or re.fullmatch(r".*\$.*|\d*|None", text))
-            if is_object and is_other:
-                problem, fix = "must be a JSON object", """write one such as '{"KEY": "VALUE"}'"""
-                raise SpecError(key=f"serve.engine_args.{name}", value=value, problem=problem, fix=fix)
-            result |= dict(_flat(name, found)) if isinstance(found, Mapping) else {SHORT.get(key, name): value}
+            found = _object(name, key, value) if key in objects else None
+            result |= {SHORT.get(key, name): value} if found is None else dict(_flat(name, found))
         draft = str(result.get(self.draft_flag, "")).lower()
         if draft and DRAFTED_FLAG in result and METHOD not in result:
             heads = {"eagle-": "eagle", "eagle3": "eagle3"}  # as in `config/speculative.py` of 0.33
@@ -137,6 +127,22 @@ class VllmProgram(Program):
         given = value if isinstance(value, str) else json.dumps(value)
         parts = [json.dumps(each) for each in connectors.connectors({connectors.CONFIG: given})] or [given]
         yield from dict.fromkeys(each for part in parts for each in Program.effects(self, name, part, shown))
+
+
+def _object(name: str, key: str, value: EngineArg) -> Mapping[str, object] | None:
+    """Return the JSON object that a flag has, or None for the value of another release. Raises SpecError."""
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    if key == "limit-mm-per-prompt":  # earlier releases: image=2,video=1
+        text = re.sub(r"^([^{].*)$", r"{\1}", re.sub(r"([\w-]+)=(\d+)", r'"\1":\2', text))
+    found: object = None
+    with suppress(ValueError):
+        found = json.loads(text)
+    if isinstance(found, Mapping):
+        return found
+    if key in json_flags.KEYS and (value == [] or not re.fullmatch(r".*\$.*|\d*|None", text)):
+        problem, fix = "must be a JSON object", """write one such as '{"KEY": "VALUE"}'"""
+        raise SpecError(key=f"serve.engine_args.{name}", value=value, problem=problem, fix=fix)
+    return None
 
 
 def _flat(name: str, values: Mapping[str, object]) -> Iterator[tuple[str, EngineArg]]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from flagcore.domain.launch import Start
 from flagcore_importers.shell import HOSTS
-from flagcore_importers.values import KEYS, left_out, positive, split_words
+from flagcore_importers.values import KEYS, count_of, left_out, positive, split_words
 
 SLURM = ("srun", "sbatch", "salloc")
 """Slurm's commands whose options describe a job, or a step of one."""
@@ -23,6 +23,18 @@ _HOSTS_OF_OTHERS = re.compile(
 _DEVICES_OF_OTHERS = re.compile(
     r"(?m)^#PBS\s.*?\b(?:n?gpus|n_gpus)=(\d+)|^#PJM\s.*?\bgpu=(\d+)|^#BSUB\s.*?-gpu\s.*?num=(\d+)"
 )
+_VARIABLES = {
+    "{hosts}": "SLURM_NNODES SLURM_JOB_NUM_NODES", "{count}": "SLURM_NTASKS SLURM_NPROCS",
+    "0": "SLURM_NODEID SLURM_PROCID SLURM_LOCALID", "1": "SLURM_JOB_ID SLURM_JOBID",
+    "localhost": "SLURM_JOB_NODELIST SLURM_NODELIST", "{devices}": "SLURM_GPUS_PER_NODE SLURM_GPUS_ON_NODE",
+    "{total}": "SLURM_GPUS", "{of_task}": "SLURM_GPUS_PER_TASK", "{numbers}": " ".join(("SLURM_JOB_GPUS", *GPUS)),
+    "{tasks}": "SLURM_NTASKS_PER_NODE", "{tasks}{several}": "SLURM_TASKS_PER_NODE",
+    "{cpus}": "SLURM_CPUS_PER_TASK", "{all_cpus}": "SLURM_CPUS_ON_NODE",
+}  # fmt: skip
+"""What variables of a job contain (srun(1), output environment variables)."""
+_COPIED = {"partition": "SLURM_JOB_PARTITION", "account": "SLURM_JOB_ACCOUNT",
+           "cpus-per-gpu": "SLURM_CPUS_PER_GPU", "ntasks-per-gpu": "SLURM_NTASKS_PER_GPU"}  # fmt: skip
+"""The variables with the value of an option."""
 
 
 def batch_job(text: str, directory: str, options: Mapping[str, str] | None = None) -> Start:
@@ -69,41 +81,43 @@ def slurm_options(words: Sequence[str], *, are_all: bool = False) -> tuple[dict[
 
 
 def _slurm_job(options: Mapping[str, str], directory: str) -> Start:
-    per_node, total, of_task = (_gpus(options.get(f"gpus{name}", "")) for name in ("-per-node", "", "-per-task"))
-    per_node = per_node or _resource(options.get("gres", "")) or _resource(options.get("tres-per-node", ""))
-    of_task = of_task or _resource(options.get("tres-per-task", ""))
-    of_gpu, of_host = (positive(options.get(f"ntasks-per-{each}")) or 0 for each in ("gpu", "node"))
-    ntasks = positive(options.get("ntasks")) or 0
-    least = max(-(-ntasks // (of_host or ntasks or 1)), -(-total // (per_node or total or 1)), 1)
-    hosts = positive(options.get("nodes", "").rpartition("-")[2]) or least
-    count = ntasks or of_gpu * (total or per_node * hosts) or of_host * hosts or hosts
-    tasks = of_host or -(-count // hosts)
-    devices = per_node or total // hosts or of_task * tasks or None
-    several = f"(x{hosts})" if hosts > 1 else ""
-    cpus = positive(options.get("cpus-per-task")) or 1
-    job: dict[str, object] = dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), hosts)
-    job |= dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), count)
-    job |= dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"), 0)
-    job |= dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), 1)
-    job |= dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), "localhost")
-    job |= dict.fromkeys(("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"), devices or "")
-    job |= {"SLURM_GPUS": total or (devices or 0) * hosts or "", "SLURM_GPUS_PER_TASK": of_task or ""}
-    job |= {"SLURM_NTASKS_PER_NODE": tasks, "SLURM_TASKS_PER_NODE": f"{tasks}{several}"}
-    job |= {"SLURM_JOB_NAME": options.get("job-name", "job"), "SLURM_CPUS_PER_TASK": cpus}
-    job["SLURM_CPUS_ON_NODE"] = cpus * tasks
-    job |= dict.fromkeys(("SLURM_JOB_GPUS", *GPUS), ",".join(map(str, range(devices or 0))))
-    for name in ("cpus-per-gpu", "ntasks-per-gpu", "partition", "account"):
-        job[f"SLURM_{'' if '-' in name else 'JOB_'}{name.upper().replace('-', '_')}"] = options.get(name, "")
-    job["SLURM_SUBMIT_DIR"] = directory
+    sizes = _sizes(options)
+    hosts, tasks, devices = (sizes[name] for name in ("hosts", "tasks", "devices"))
+    fields: dict[str, object] = {name: size or "" for name, size in sizes.items()}
+    fields |= {"several": f"(x{hosts})" if hosts > 1 else "", "numbers": ",".join(map(str, range(devices)))}
+    job = {name: text.format(**fields) for text, names in _VARIABLES.items() for name in names.split()}
+    job |= {name: options.get(option, "") for option, name in _COPIED.items()}
+    job |= {"SLURM_JOB_NAME": options.get("job-name", "job"), "SLURM_SUBMIT_DIR": directory}
     return Start(
-        job={name: str(value) for name, value in job.items() if value != ""},
+        job={name: value for name, value in job.items() if value},
         hosts=hosts,
         devices=devices or (tasks if tasks > 1 else None),
         left_out={f"#SBATCH {name}": value for name, value in left_out(KEYS.sbatch, options).items()},
     )
 
 
-def _gpus(value: str) -> int:
+def _sizes(options: Mapping[str, str]) -> dict[str, int]:
+    """Return the sizes of a job by their fields in `_VARIABLES`: 0 if they are not known."""
+    per_node = _gpus(options, "gpus-per-node", "gres", "tres-per-node")
+    total, of_task = _gpus(options, "gpus"), _gpus(options, "gpus-per-task", "tres-per-task")
+    names = ("ntasks", "ntasks-per-gpu", "ntasks-per-node")
+    ntasks, of_gpu, of_host = (count_of(options.get(name), 0) for name in names)
+    least = max(-(-ntasks // (of_host or ntasks or 1)), -(-total // (per_node or total or 1)), 1)
+    hosts = count_of(options.get("nodes", "").rpartition("-")[2], least)
+    count = ntasks or of_gpu * (total or per_node * hosts) or of_host * hosts or hosts
+    tasks, cpus = of_host or -(-count // hosts), count_of(options.get("cpus-per-task"))
+    devices = per_node or total // hosts or of_task * tasks
+    sizes = {"hosts": hosts, "count": count, "tasks": tasks, "cpus": cpus, "all_cpus": cpus * tasks}
+    return {**sizes, "devices": devices, "total": total or devices * hosts, "of_task": of_task}
+
+
+def _gpus(options: Mapping[str, str], *names: str) -> int:
+    """Return the number of GPUs in the first of the options that has one: a count, or a list of resources."""
+    counts = ((_resource if "res" in name else _count)(options.get(name, "")) for name in names)  # of gres and tres
+    return next(filter(None, counts), 0)
+
+
+def _count(value: str) -> int:
     """Return the number of GPUs in the value of an option, such as `4`, `a100:4` or `a100:3,v100:1`; one of a type
     without a number."""
     counts = (each.partition("(")[0].rpartition(":")[2] for each in value.split(","))
@@ -113,4 +127,4 @@ def _gpus(value: str) -> int:
 def _resource(value: str) -> int:
     """Return the number of GPUs in a list of resources, such as `gpu:a100:4,nvme:1` or `cpu=8,gres/gpu=2`."""
     found = (_GPU.sub("", each).lstrip(":=/") or "1" for each in value.split(",") if _GPU.match(each))
-    return sum(_gpus(each.replace("=", ":")) for each in found)
+    return sum(_count(each.replace("=", ":")) for each in found)

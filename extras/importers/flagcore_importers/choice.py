@@ -12,6 +12,7 @@ from flagcore.domain.launch import Start
 from flagcore.domain.secrets import is_secret, redact_text
 from flagcore.errors import SpecError
 from flagcore.i18n import _
+from flagcore_importers.containers import images_of
 from flagcore_importers.declared import read_table
 from flagcore_importers.starts import FailedScript, Program
 from flagcore_importers.values import KEYS, left_out
@@ -28,6 +29,7 @@ OF_MACHINE = re.compile(
     r"|(NODE_|LOCAL_)?RANK|WORLD_SIZE|NNODES|(MASTER|\w+_SIDE_CHANNEL)_(ADDR|HOST|PORT)|\w+_HOST_IP|(FLAGCORE|LWS|PET)_\w+)$"
 )
 """Variables that belong to a machine or a container."""
+_NEVER = "(?!)"
 OF_HOST = re.compile("SLURM_(NODEID|PROCID|LOCALID|JOB_?ID|(JOB_)?NODELIST)$")
 """Variables that differ between the hosts of a job, or between jobs."""
 
@@ -72,8 +74,13 @@ def engines_in(given: Input, programs: Sequence[Program]) -> Found:
             if role is not None and not KEYS.tools.match(_text(start)):
                 key = name, start.role or role, _OF_COPY.sub("", shlex.join(start.words))
                 found[key] = _joined(found[key], start) if key in found else start
-    bare = [[*entry] for each in given.engines.values() for entry in each.images.values()]  # beside the server's
+    bare = [[*entry] for entry in images_of(given.engines).values()]  # beside the server's
     found = {key: each for key, each in found.items() if [*each.words] not in bare} or found
+    return _paired(found)
+
+
+def _paired(found: Found) -> Found:
+    """Return both halves of a pair as one server, or any other engines themselves."""
     roles = {role: start for (_name, role, _words), start in found.items()}
     if len(found) == len(roles) == 2 and roles.keys() == {"prefill", "decode"}:
         return {next(iter(found)): replace(roles["decode"], prefill=roles["prefill"])}
@@ -86,11 +93,11 @@ def untuned(given: Input, found: Found) -> SpecError | None:
     is_image = len(given.programs) > 1 and bool(unknown)
     commands = [each for each in map(_text, unknown if is_image else given.programs) if not KEYS.tools.match(each)]
     for name, row in read_table("untuned").items():
-        if found and not row.get("always"):
+        is_sure, words, text = row.get("always"), row.get("words", _NEVER), row.get("text", _NEVER)
+        if found and not is_sure:
             continue
-        in_words = "words" in row and any(re.search(row["words"], each) for each in commands)
-        is_read = "text" in row and (not is_image or row.get("always"))
-        if in_words or (is_read and re.search(row["text"], given.text, re.MULTILINE)):
+        in_words = any(re.search(words, each) for each in commands)
+        if in_words or ((is_sure or not is_image) and re.search(text, given.text, re.MULTILINE)):
             fix = _("plan the shape of its model with `flag estimate --model NAME --chip NAME`")
             problem = _("starts {name}, which `flag import` does not read", name=name)
             if row.get("is"):

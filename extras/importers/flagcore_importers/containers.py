@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flagcore.contracts import Commands
 from flagcore.domain.launch import Start
 from flagcore_importers.values import (
     BRACED,
     KEYS,
+    count_of,
     dotenv,
     filled,
     left_out,
@@ -33,33 +35,41 @@ _NAMED_DEVICES = re.compile(
     r"device=([\w,:-]+)|^/dev/(?!video|loop|tty)(?:dri/renderD|[a-z_]+)(\d+)\b|^[\w-]+\.[\w.-]+/[\w-]+=(?!all)([\w,:-]+)"
 )
 """Devices that options of a container name: with `device=`, as files, or in CDI."""
-_ABSENT = "a file that is not here"
 Images = Mapping[str, Sequence[str]]
 """The entry points of known images, by repository, or by repository and the start of a tag."""
+
+
+def images_of(engines: Mapping[str, Commands]) -> dict[str, Sequence[str]]:
+    """Return the entry points of the images of engines."""
+    return {image: entry for each in engines.values() for image, entry in each.images.items()}
 
 
 def container(start: Start, image: Any, entry: Any, args: Any, images: Images) -> Start:
     """Return `start` with a container's command, and with the engine release that the tag of its image names."""
     image = f"{image.get('repository')}:{image.get('tag') or ''}" if isinstance(image, Mapping) else image
-    path = image.partition("@")[0]
-    repository, tag = [*re.split(":(?=[^/:]*$)", path), ""][:2]
+    repository, tag = [*re.split(":(?=[^/:]*$)", image.partition("@")[0]), ""][:2]
     known = {name: point for name, point in images.items() if _is_known(repository, tag, name)}
-    release = _RELEASE.match(tag) if any("/" in name for name in known) else None  # others number their own
+    release = _RELEASE.match(tag) if "/" in "".join(known) else None  # others number their own
     given, program = words_of(args), _program(entry)
     if entry is None and known and not _PROGRAM.match(" ".join(given)):
         program = [*known.values()][-1]
         given = given[given[:1] == [*program[-1:]] :]  # said twice
     words = filled((*program, *given), r"\$\((\w+)\)", {"LWS_GROUP_SIZE": str(start.hosts), **start.job, **start.envs})
-    unread = {"image": image} if image and not release and re.search(r"\d+\.\d", tag) else {}
-    unread |= {"image": f"{image}: it is for CPUs, set cluster.chip"} if _FOR_CPUS.search(path) else {}
     is_unknown = bool(image or words) and (not words or words[0].startswith("-"))
     return replace(
         start,
         words=words,
         image=(image or "built here") if is_unknown else "",
         version=release[1] if release else "",
-        left_out={**start.left_out, **unread},
+        left_out={**start.left_out, **_unread(image, "" if release else tag)},
     )
+
+
+def _unread(image: str, tag: str) -> dict[str, str]:
+    """Return what is not read of the name of an image. `tag`: its tag if that is no release of an engine."""
+    if _FOR_CPUS.search(image.partition("@")[0]):
+        return {"image": f"{image}: it is for CPUs, set cluster.chip"}
+    return {"image": image} if re.search(r"\d+\.\d", tag) else {}
 
 
 def _is_known(repository: str, tag: str, name: str) -> bool:
@@ -109,13 +119,12 @@ def container_run(start: Start, words: Sequence[str], images: Images) -> Start:
     def values(*names: str) -> list[str]:
         return [value for name, value in options if name in names]
 
-    files = [Path(each) for each in values("env-file")]
     given = {name: value for name, value in options if name != "env-file" or not dotenv(Path(value))}
     count, unread = _named(values("gpus", "device"))
     devices = count or positive(re.sub(r"\D*", "", given.get("gpus", ""))) or start.devices
     unread |= {f"--{name}": value for name, value in left_out(KEYS.docker_run, given).items()}
-    unread |= {} if all(map(Path.is_file, files)) else {"--env-file": _ABSENT}
-    read = {key: each for file in files for key, each in dotenv(file).items()}
+    read, unread_file = _env_files(values("env-file"), Path(), "--env-file")
+    unread |= unread_file
     envs = {**start.envs, **read, **literal_variables(values("e", "env"))}
     start = replace(start, envs=envs, devices=devices, script=(), left_out={**start.left_out, **unread})
     mounts = [each.split(":") for each in values("v", "volume") if each.count(":") in (1, 2)]
@@ -170,7 +179,7 @@ def services_of(text: str, document: Any, images: Images, folder: Path) -> Itera
             envs={**read, **literal_variables(service.get("environment"))},
             devices=devices,
             left_out={**left_out(KEYS.compose, service), **unread, **unread_file},
-            instances=positive(deploy.get("replicas")) or positive(service.get("scale")) or 1,
+            instances=count_of(deploy.get("replicas"), count_of(service.get("scale"))),
         )
         start = container(start, service.get("image") or "", service.get("entrypoint"), service.get("command"), images)
         yield _mounted(_built(start, service, images, folder), service, folder)
@@ -185,12 +194,12 @@ def _devices(service: Mapping[str, Any], deploy: Mapping[str, Any]) -> tuple[int
     return count or positive(reserved[0].get("count")), unread
 
 
-def _env_files(given: Any, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables of the files of a service in `folder`, and what is left out."""
+def _env_files(given: Any, folder: Path, key: str = "env_file") -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables of the files of a container in `folder`, and what is left out, as `key`."""
     paths = [folder / (each["path"] if isinstance(each, Mapping) else each)
              for each in ([given] if isinstance(given, str) else given)]  # fmt: skip
     read = {key: value for each in paths for key, value in dotenv(each).items()}
-    return read, {} if all(map(Path.is_file, paths)) else {"env_file": _ABSENT}
+    return read, {} if all(map(Path.is_file, paths)) else {key: "a file that is not here"}
 
 
 def _built(start: Start, service: Mapping[str, Any], images: Images, folder: Path) -> Start:

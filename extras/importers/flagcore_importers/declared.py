@@ -13,7 +13,7 @@ from flagcore.domain.launch import Start
 from flagcore.spec.plain_data import SafeLoader
 from flagcore_importers.containers import Images, container
 from flagcore_importers.kubernetes import HALVES
-from flagcore_importers.values import KEYS, count_devices, left_out, literal_variables, positive
+from flagcore_importers.values import KEYS, count_devices, count_of, left_out, literal_variables
 
 _PLACEHOLDER = re.compile("<([^<>]+)>")
 _UNUSABLE = re.compile(r"\{\{|^(?!(pvc\+)?hf://)\w+://")
@@ -58,16 +58,16 @@ def _with_sizes(document: Any) -> Any:
         if not isinstance(section, Mapping) or section.get("create") is False or section.get("replicas") == 0:
             document.pop(half, None)
             continue
-        given = section.get("parallelism") or {}
-        data, local, workers = (positive(given.get(name)) for name in ("data", "dataLocal", "workers"))
-        sizes = {
-            "data": data or (local or 0) * (workers or 1),
-            "dataLocal": local or (data or 0) // (workers or 1),
-            "workers": (workers or (data or 0) // (local or data or 1)) if document.get("multinode") else 0,
-        }
-        derived = {name: size for name, size in sizes.items() if size > 1}
-        document[half] = {**section, "parallelism": {**given, **derived}}
+        sizes = _sizes(section.get("parallelism") or {}, several_hosts=bool(document.get("multinode")))
+        document[half] = {**section, "parallelism": sizes}
     return document
+
+
+def _sizes(given: Mapping[str, Any], *, several_hosts: bool) -> dict[str, Any]:
+    data, local, workers = (count_of(given.get(name), 0) for name in ("data", "dataLocal", "workers"))
+    sizes = {"data": data or local * (workers or 1), "dataLocal": local or data // (workers or 1)}
+    sizes |= {"workers": workers or data // (local or data or 1)} if several_hosts else {}
+    return {**given, **{name: size for name, size in sizes.items() if size > 1}}
 
 
 def _sections(node: Any, keys: Sequence[str]) -> Iterator[Mapping[str, Any]]:
@@ -131,17 +131,12 @@ class _Section:
         start = Start(
             envs=literal_variables(self._envs()),
             devices=count_devices(self._of("devices")),
-            hosts=positive(self._of("hosts")) or 1,
-            instances=positive(self._of("instances")) or 1,
+            hosts=count_of(self._of("hosts")),
+            instances=count_of(self._of("instances")),
             role=table.get("role", ""),
             left_out=left_out(KEYS.values, self._others()),
         )
-        values = {"devices": start.devices or 1, "hosts": start.hosts, "rank": 0}
-        values["total"] = values["devices"] * values["hosts"]
-        job = {
-            name: values[each] if each in values else self.value(each) for name, each in table.get("job", {}).items()
-        }
-        start = replace(start, job={name: str(value) for name, value in job.items()})
+        start = replace(start, job=self._job(start.devices or 1, start.hosts))
         words = table.get("command") or ()
         found = self.value(words) or () if isinstance(words, str) else map(self.text, words)
         command, args = [word for word in found if word], self._args()
@@ -151,6 +146,13 @@ class _Section:
             command = ["bash", "-c", script]
         args = [*_renamed(args, table.get("renamed", {}))]
         return container(start, self.text(table.get("image", "")), command or None, args, images)
+
+    def _job(self, devices: int, hosts: int) -> dict[str, str]:
+        values, rows = (
+            {"devices": devices, "hosts": hosts, "total": devices * hosts, "rank": 0},
+            self._table.get("job", {}),
+        )
+        return {name: str(values[each] if each in values else self.value(each)) for name, each in rows.items()}
 
     def _args(self) -> list[str]:
         table = self._table

@@ -12,11 +12,9 @@ import yaml
 from flagcore.domain.launch import Start
 from flagcore_importers.containers import Images, container
 from flagcore_importers.shell import inlined, is_shell_script
-from flagcore_importers.values import KEYS, count_devices, left_out, literal_variables, positive, text_of
+from flagcore_importers.values import KEYS, count_devices, count_of, left_out, literal_variables, text_of
 
-_SCALERS = (
-    "HorizontalPodAutoscaler", "VerticalPodAutoscaler", "ScaledObject", "AutoscalingRunner", "PodAutoscaler"
-)  # fmt: skip
+_SCALERS = "(Horizontal|Vertical)?PodAutoscaler|ScaledObject|AutoscalingRunner"
 MOUNTED = "mountedFiles"
 """The key, in a container, of the text of the files that it mounts, by path. It is none of Kubernetes."""
 HALVES = ("prefill", "decode")
@@ -25,22 +23,25 @@ _HALF = re.compile(r"(?:^|[-_.])(prefill|decode)(?:er|r)?(?=$|[-_.])")
 
 
 def pods_of(node: Any, images: Images, pod: Start = Start()) -> Iterator[Start]:  # noqa: B008 (it is frozen)
-    """Yield the containers of a manifest. `pod`: the number of hosts and copies, and the role, of those in `node`."""
+    """Yield the containers of a manifest, without sections of Helm values that are off.
+
+    `pod`: the number of hosts and copies, and the role, of those in `node`.
+    """
     if isinstance(node, list):
         for each in node:
             yield from pods_of(each, images, pod)
-    if not isinstance(node, Mapping):
-        return
-    if node.get("create") is False or node.get("enabled") is False:  # a section of Helm values
-        return
-    if half := _half(node):
-        pod = replace(pod, role=half)
+    elif isinstance(node, Mapping) and all(node.get(key) is not False for key in ("create", "enabled")):
+        half = _half(node)
+        yield from _pods_in(node, images, replace(pod, role=half) if half else pod)
+
+
+def _pods_in(node: Mapping[str, Any], images: Images, pod: Start) -> Iterator[Start]:
     if "containers" in node:
         yield from _containers(node, images, pod)
     elif isinstance(group := node.get("leaderWorkerTemplate"), Mapping):
         template = group.get("leaderTemplate") or group.get("workerTemplate")
-        size = positive(group.get("size")) or 1
-        pod = replace(pod, hosts=size, instances=pod.instances * (positive(node.get("replicas")) or 1))
+        size = count_of(group.get("size"))
+        pod = replace(pod, hosts=size, instances=pod.instances * count_of(node.get("replicas")))
         for start in pods_of(template, images, pod):
             job = {"LWS_GROUP_SIZE": str(size), "LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": "localhost"}
             yield replace(start, job=job)
@@ -49,17 +50,22 @@ def pods_of(node: Any, images: Images, pod: Start = Start()) -> Iterator[Start]:
     elif (tasks := _tasks(node)) and not {*HALVES} & {str(each.get("name")) for each in tasks}:
         yield from _replicas(tasks, images, is_any=True)
     else:
-        hosts, copies, slices = (positive(node.get(name)) or 1 for name in ("parallelism", "replicas", "slices"))
+        hosts, copies, slices = (count_of(node.get(name)) for name in ("parallelism", "replicas", "slices"))
         pod = replace(pod, hosts=pod.hosts * hosts, instances=pod.instances * copies * slices)
         for key, each in node.items():
             yield from pods_of(each, images, replace(pod, role=key) if key in HALVES else pod)
 
 
+def _section(node: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the mapping at a key, or an empty one."""
+    return node[key] if isinstance(node.get(key), Mapping) else {}
+
+
 def _half(node: Mapping[str, Any]) -> str:
     """Return which half of a pair the pods in a part of a manifest are, by its labels or its name, or an empty text."""
-    metadata = node["metadata"] if isinstance(node.get("metadata"), Mapping) else {}
-    labels = metadata["labels"] if isinstance(metadata.get("labels"), Mapping) else {}
-    for names in (labels.values(), [metadata.get("name")], [] if "image" in node else [node.get("name")]):
+    metadata = _section(node, "metadata")
+    labels, own = _section(metadata, "labels").values(), [] if "image" in node else [node.get("name")]
+    for names in (labels, [metadata.get("name")], own):
         if halves := {half for each in names for half in _HALF.findall(str(each))}:
             return halves.pop() if len(halves) == 1 else ""
     return ""
@@ -80,7 +86,7 @@ def _containers(node: Mapping[str, Any], images: Images, pod: Start) -> Iterator
             pod,
             envs=literal_variables(each.get("env")),
             devices=count_devices(resources.get("limits") or resources.get("requests")),
-            instances=pod.instances * (positive(node.get("minReplicas")) or 1),  # a predictor of KServe
+            instances=pod.instances * count_of(node.get("minReplicas")),  # a predictor of KServe
             left_out=left_out(KEYS.pod, node) | left_out(KEYS.container, each) | absent | secrets,
             absent=tuple(absent),
             files=each.get(MOUNTED) or {},
@@ -90,22 +96,26 @@ def _containers(node: Mapping[str, Any], images: Images, pod: Start) -> Iterator
 
 def _replicas(specs: Sequence[Mapping[str, Any]], images: Images, *, is_any: bool = False) -> Iterator[Start]:
     """Yield the containers of a job with several kinds of pods: of all kinds, or of the one that starts the others."""
-    counts = [positive(each.get("replicas")) or 1 for each in specs]
+    counts = [count_of(each.get("replicas")) for each in specs]
     pods = [[*pods_of(each.get("template"), images)] for each in specs]
-    sizes = [max((each.devices or 0 for each in pod), default=0) for pod in pods]  # 0 for one that only starts
+    sizes = [*map(_most_devices, pods)]  # 0 for one that only starts
     hosts = sum([n for n, size in zip(counts, sizes, strict=True) if size] or counts)
     launcher = ([pod for pod, size in zip(pods, sizes, strict=True) if not size] or pods)[0]
     programs = {each.words: each for pod in reversed(pods) for each in pod}
     for start in programs.values() if is_any else launcher:
-        devices = start.devices or max(sizes) or None
-        yield replace(start, hosts=hosts, devices=devices, job=_job_of_kubeflow(str(hosts), str(devices or "auto")))
+        yield _in_job(start, hosts, start.devices or max(sizes))
 
 
-def _job_of_kubeflow(hosts: str, devices: str) -> dict[str, str]:
-    """Return the variables that Kubeflow's training-operator sets for the first pod."""
-    job = {"WORLD_SIZE": hosts, "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "23456"}
-    job |= {"PET_NNODES": hosts, "PET_NPROC_PER_NODE": devices, "PET_NODE_RANK": "0"}
-    return job | {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": "23456"}
+def _most_devices(pod: Sequence[Start]) -> int:
+    return max((each.devices or 0 for each in pod), default=0)
+
+
+def _in_job(start: Start, hosts: int, devices: int) -> Start:
+    """Return a program with the variables that Kubeflow's training-operator sets for the first pod."""
+    job = {"WORLD_SIZE": str(hosts), "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "23456"}
+    job |= {"PET_NNODES": str(hosts), "PET_NPROC_PER_NODE": str(devices or "auto"), "PET_NODE_RANK": "0"}
+    job |= {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": "23456"}
+    return replace(start, hosts=hosts, devices=devices or None, job=job)
 
 
 def _from_elsewhere(container: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
@@ -122,8 +132,16 @@ def _from_elsewhere(container: Mapping[str, Any]) -> tuple[dict[str, str], dict[
 
 def scalers_of(documents: Sequence[Any]) -> dict[str, str]:
     """Return the documents that change the number of pods: they are not read."""
-    found = (each for each in documents if isinstance(each, Mapping) and str(each.get("kind")).startswith(_SCALERS))
-    return {str(each["kind"]): str(each.get("spec")) for each in found}
+    return {str(each["kind"]): str(each.get("spec")) for each in _of_kind(documents, _SCALERS)}
+
+
+def _of_kind(documents: Iterable[Any], pattern: str) -> list[Mapping[str, Any]]:
+    """Return the documents whose kind has a start that matches a pattern."""
+    return [each for each in documents if isinstance(each, Mapping) and re.match(pattern, str(each.get("kind")))]
+
+
+def _name_in(node: Mapping[str, Any]) -> str:
+    return str((node.get("metadata") or {}).get("name"))
 
 
 def with_runtimes(documents: Sequence[Any]) -> list[Any]:
@@ -131,14 +149,11 @@ def with_runtimes(documents: Sequence[Any]) -> list[Any]:
 
     The arguments of the runtime precede those of the service (KServe, `MergeRuntimeContainers`).
     """
-    found = [each for each in documents if isinstance(each, Mapping) and "kind" in each]
-    runtimes = {
-        str(each.get("metadata", {}).get("name")): each for each in found if "ServingRuntime" in str(each["kind"])
-    }
-    for service in [each for each in found if each["kind"] == "InferenceService"]:
+    runtimes = {_name_in(each): each for each in _of_kind(documents, ".*ServingRuntime")}
+    for service in _of_kind(documents, "InferenceService$"):
         model = service["spec"]["predictor"].get("model") or {}
         if runtime := runtimes.get(str(model.get("runtime"))):
-            container, name = runtime["spec"]["containers"][0], str((service.get("metadata") or {}).get("name"))
+            container, name = runtime["spec"]["containers"][0], _name_in(service)
             args = [re.sub(r"\{\{ *\.Name *\}\}", name, str(each)) for each in container.get("args") or ()]
             model |= {**container, **model, "args": [*args, *(model.get("args") or ())]}
             documents = [each for each in documents if each is not runtime]
@@ -152,8 +167,7 @@ def with_maps(documents: Sequence[Any], folder: Path) -> Sequence[Any]:
     )
     documents = [each for group in of_lists for each in group or ()]
     others = _maps_in(folder) if "configMap" in str(documents) else ()
-    found = [each for each in (*others, *documents) if isinstance(each, Mapping) and each.get("kind") == "ConfigMap"]
-    maps = {str((each.get("metadata") or {}).get("name")): each.get("data") or {} for each in found}
+    maps = {_name_in(each): each.get("data") or {} for each in _of_kind((*others, *documents), "ConfigMap$")}
     return [_filled_in(each, maps, _scripts_of(maps.values())) for each in documents] if maps else documents
 
 
@@ -183,11 +197,11 @@ def _filled_in(node: Any, maps: Mapping[str, Mapping[str, Any]], scripts: Mappin
     node = {key: _filled_in(value, maps, scripts) for key, value in node.items()}
     if isinstance(reference := node.get("configMapKeyRef"), Mapping) and reference.get("name") in maps:
         return {"value": maps[reference["name"]].get(str(reference.get("key")))}  # of `valueFrom`
-    if "value" in (node.get("valueFrom") or {}):
+    if "value" in _section(node, "valueFrom"):
         return {**node.pop("valueFrom"), **node}
     if isinstance(node.get("image"), str):
         _add_variables(node, maps)
-    if scripts and (found := inlined(_words_in(node), scripts)):
+    if found := inlined(_words_in(node), scripts):
         node |= {"command": found, "args": None}
     return node
 
@@ -200,24 +214,27 @@ def _words_in(container: Mapping[str, Any]) -> list[str]:
 
 def _with_files(container: Any, volumes: Mapping[str, Any], maps: Mapping[str, Mapping[str, Any]]) -> Any:
     """Return a container with the files that it mounts from ConfigMaps. The text of scripts replaces their paths."""
-    files = dict[str, str]()
+    texts = dict[str, str]()
     for mount in container.get("volumeMounts") or () if isinstance(container, Mapping) else ():
-        volume, place = volumes.get(str(mount.get("name"))) or {}, str(mount.get("mountPath")).rstrip("/")
-        sources = [{"configMap": volume.get("configMap")}, *((volume.get("projected") or {}).get("sources") or ())]
-        for source in (each["configMap"] for each in sources if each.get("configMap")):
-            data = maps.get(str(source.get("name"))) or {}
-            items = {str(each.get("path")): each.get("key") for each in source.get("items") or ()}
-            names = {name: data[key] for name, key in (items or {key: key for key in data}).items() if key in data}
-            part = mount.get("subPath")
-            files |= (
-                {place: names[part]} if part in names else {f"{place}/{name}": text for name, text in names.items()}
-            )
-    if not files:
+        texts |= _files_at(mount, volumes.get(str(mount.get("name"))) or {}, maps)
+    if not texts:
         return container
-    texts = {name: str(text) for name, text in files.items()}
-    scripts = {name: text for name, text in texts.items() if is_shell_script(name, text)}
-    found = inlined(_words_in(container), scripts) if scripts else []
+    found = inlined(_words_in(container), _scripts_of([texts]))
     return {**container, MOUNTED: texts, **({"command": found, "args": None} if found else {})}
+
+
+def _files_at(
+    mount: Mapping[str, Any], volume: Mapping[str, Any], maps: Mapping[str, Mapping[str, Any]]
+) -> dict[str, str]:
+    """Return the texts that a mount shows of a volume of ConfigMaps, by path."""
+    texts, place, part = dict[str, str](), str(mount.get("mountPath")).rstrip("/"), mount.get("subPath")
+    sources = [{"configMap": volume.get("configMap")}, *((volume.get("projected") or {}).get("sources") or ())]
+    for source in (each["configMap"] for each in sources if each.get("configMap")):
+        data = maps.get(str(source.get("name"))) or {}
+        items = {str(each.get("path")): each.get("key") for each in source.get("items") or ()}
+        names = {name: str(data[key]) for name, key in (items or {key: key for key in data}).items() if key in data}
+        texts |= {place: names[part]} if part in names else {f"{place}/{name}": text for name, text in names.items()}
+    return texts
 
 
 def _add_variables(container: dict[str, Any], maps: Mapping[str, Mapping[str, Any]]) -> None:

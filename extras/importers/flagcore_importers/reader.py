@@ -16,6 +16,7 @@ from flagcore.i18n import _
 from flagcore.spec.plain_data import Notes, read_text
 from flagcore_importers.batch import GPUS
 from flagcore_importers.choice import OF_HOST, OF_MACHINE, Input, engines_in, not_one, others, unset_names, untuned
+from flagcore_importers.containers import images_of
 from flagcore_importers.starts import Reader
 from flagcore_importers.values import split_words
 
@@ -38,8 +39,7 @@ def convert(
     it. `known`: returns the names of all engines whose commands can be read, for errors. Raises SpecError, UsageError.
     """
     words, content = _command(words, text)
-    images = {image: entry for each in engines.values() for image, entry in each.images.items()}
-    programs = [*Reader(images=images, directory=os.getcwd()).programs(words, content)]
+    programs = [*Reader(images=images_of(engines), directory=os.getcwd()).programs(words, content)]
     shown = " ".join(words[1:] if content else words) or None
     given = Input(programs=programs, shown=shown, text=content or "", engines=engines, known=known)
     failure = given.failure
@@ -79,6 +79,14 @@ def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
     return command, None
 
 
+def _missing(start: Start) -> list[SpecError]:
+    """Return the errors for the variables of a program that are not set, and for ConfigMaps that are not here."""
+    problem, fix = "is not set, but the script uses it", "set it, or write its value in the command"
+    missing = [SpecError(key=each, problem=problem, fix=fix) for each in unset_names(start)]
+    problem, fix = _("is not here"), _("give its manifest in the same file or folder")
+    return [*missing, *(SpecError(key=each, problem=problem, fix=fix) for each in start.absent)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Conversion:
     """The conversion of `start`, which starts `engine`, to a spec. `text`: the whole input.
@@ -114,11 +122,7 @@ class _Conversion:
         except SpecError as error:
             if script and error.key == "train.command":
                 return self._read((), "cannot start it in trials")
-            problem, fix = "is not set, but the script uses it", "set it, or write its value in the command"
-            missing = [SpecError(key=each, problem=problem, fix=fix) for each in unset_names(start)]
-            problem, fix = _("is not here"), _("give its manifest in the same file or folder")
-            missing += [SpecError(key=each, problem=problem, fix=fix) for each in start.absent]
-            raise join_errors([*self.gave_up, *error.problems, *missing]) from None
+            raise join_errors([*self.gave_up, *error.problems, *_missing(start)]) from None
         unset = unset_names(start)
         if unset and str(data["model"]).endswith("/") and not os.path.isdir(data["model"]):
             problem = _("ends with a variable that is not set: {names}", names=", ".join(unset))

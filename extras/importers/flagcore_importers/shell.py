@@ -75,24 +75,28 @@ def inlined(words: Sequence[str], scripts: Mapping[str, str]) -> list[str]:
     `scripts`: their texts by path, or by name, which stands for that name in any folder.
     """
     names = [os.path.basename(word) for word in words]
-    place = next((n for n, word in enumerate(words) if word in scripts or names[n] in scripts), len(words))
-    is_text = [n for n, word in enumerate(words[:place]) if re.fullmatch(r"-\w*c", word) and {*names[:n]} & {*SHELLS}]
-    if is_text and is_text[0] + 1 < len(words):
-        n = is_text[0] + 1
+    place = next((n for n, word in enumerate(words) if _script_at(word, scripts)), len(words))
+    before = enumerate(words[: min(place, len(words) - 1)])
+    texts = [n + 1 for n, word in before if re.fullmatch(r"-\w*c", word) and {*names[:n]} & {*SHELLS}]
+    if texts:
+        n = texts[0]
         text = _with_texts(words[n], scripts)
         return [*words[:n], text, *words[n + 1 :]] if text != words[n] else []
     if place == len(words) or (place and {"-c", "-m"} & {*words[:place]}):
         return []
-    before = next((n for n, name in enumerate(names[:place]) if name in SHELLS), place)
-    script = scripts.get(words[place]) or scripts[names[place]]
-    return [*words[:before], "bash", "-c", _with_texts(script, scripts), *words[place:]]
+    start = next((n for n, name in enumerate(names[:place]) if name in SHELLS), place)
+    return [*words[:start], "bash", "-c", _with_texts(_script_at(words[place], scripts), scripts), *words[place:]]
+
+
+def _script_at(path: str, scripts: Mapping[str, str]) -> str:
+    return scripts.get(path) or scripts.get(os.path.basename(path), "")
 
 
 def _with_texts(text: str, scripts: Mapping[str, str], depth: int = 0) -> str:
     """Return the text of a script that runs the texts of other scripts instead of their files."""
 
     def started(match: re.Match[str]) -> str:
-        script = scripts.get(match[3]) or scripts[os.path.basename(match[3])]
+        script = _script_at(match[3], scripts)
         if script == text or _READS.search(re.split(r"[;&|\n]", text[: match.start()])[-1]):
             return match[0]
         quoted = shlex.quote(_with_texts(script, scripts, depth + 1))
@@ -119,17 +123,7 @@ def trace_script(
     where it gives up. `unset`: the variables that are not set, as far as the caller of the script knows. Raises
     SpecError if the script cannot be traced.
     """
-    bash = shutil.which("bash")
-    if bash is None:
-        raise _script_error(command, "is a script, but bash is not installed to read it")
-    words = list(command[1:] if Path(command[0]).name in SHELLS else command)
-    if not _names_file(words, directory):
-        raise _script_error(command, "is a script that does not exist")
-    file = next(word for word in words if word == "-c" or not word.startswith("-"))
-    with suppress(OSError):  # bash reports a file that cannot be read
-        if file != "-c" and b"\r\n" in read_regular(Path(directory or ".", file)):
-            problem, fix = "is a script with Windows line ends", f"remove them: sed -i 's/\\r$//' {file}"
-            raise SpecError(key="train.command", value=" ".join(command), problem=problem, fix=fix)
+    argv = _argv(command, directory)
     environment = {"USER": os.path.basename(os.path.expanduser("~")), **os.environ, **variables}
     environment |= {"TRACE_ELSEWHERE": str(elsewhere or ""), _UNSET: " ".join(unset)}
     with (
@@ -142,7 +136,7 @@ def trace_script(
             environment |= dict.fromkeys(_HOSTS_FILES, names.name)
         hosts = {} if "SLURM_JOB_NODELIST" in os.environ else {"BASH_FUNC_scontrol%%": HOSTS_FUNCTION}
         trace_variables = {**hosts, "BASH_ENV": str(Path(__file__).with_name("trace.bash")), "FLAGCORE_TRACE": folder}
-        problem = _run_traced([bash, *words], directory, {**environment, **trace_variables})
+        problem = _run_traced(argv, directory, {**environment, **trace_variables})
         files = sorted(Path(folder).iterdir(), key=lambda file: (file.stat().st_mtime_ns, file.name))
         records = [found for file in files if (found := _read_record(file, environment)) is not None]
     for kind, record in records:
@@ -152,11 +146,30 @@ def trace_script(
     return tuple(record for _, record in records), problem
 
 
+def _argv(command: Sequence[str], directory: str | None) -> list[str]:
+    """Return the words with which bash runs a script. Raises SpecError if bash or the script is not here."""
+    bash = shutil.which("bash")
+    if bash is None:
+        raise _script_error(command, "is a script, but bash is not installed to read it")
+    words = command[1:] if Path(command[0]).name in SHELLS else command
+    if not _names_file(words, directory):
+        raise _script_error(command, "is a script that does not exist")
+    file = _file_in(words)
+    with suppress(OSError):  # bash reports a file that cannot be read
+        if file != "-c" and b"\r\n" in read_regular(Path(directory or ".", file)):
+            problem, fix = "is a script with Windows line ends", f"remove them: sed -i 's/\\r$//' {file}"
+            raise SpecError(key="train.command", value=" ".join(command), problem=problem, fix=fix)
+    return [bash, *words]
+
+
 def _names_file(words: Sequence[str], directory: str | None) -> bool:
-    for word in words:
-        if word == "-c" or not word.startswith("-"):
-            return word == "-c" or Path(directory or ".", word).is_file()
-    return False
+    file = _file_in(words)
+    return file == "-c" or (bool(file) and Path(directory or ".", file).is_file())
+
+
+def _file_in(words: Sequence[str]) -> str:
+    """Return the file in a shell's words: `-c` for a text, and an empty text if there is none."""
+    return next((word for word in words if word == "-c" or not word.startswith("-")), "")
 
 
 def _names_shell(file: Path) -> bool:

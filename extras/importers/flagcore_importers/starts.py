@@ -137,14 +137,7 @@ class Reader:
                 for each in jobs:
                     yield from self._inner(each, depth + 1)
                 return
-            step = step_job(options, start.job, self.directory) if options else Start()
-            start = replace(
-                start,
-                words=tuple(rest) if names[0] == "salloc" else words,
-                job=step.job or start.job,
-                hosts=max(start.hosts, step.hosts),
-                devices=start.devices or step.devices,
-            )
+            start = self._step(start, options, tuple(rest) if names[0] == "salloc" else words)
             words, names = start.words, [os.path.basename(word) for word in start.words]
         verb, file, shell = _verb(names), _image_file(words, names), _shell(words)
         is_terminal = names[:1] and names[0] in _TERMINALS
@@ -158,9 +151,18 @@ class Reader:
         elif depth < 3 and (found := self._script(words, names, shell)):
             yield from self._traced(start, *found, depth + 1)
         elif words or start.image:
-            named = (_IMAGE_OF_LAUNCHER.search(word) for word in words)
-            releases = [container(Start(), each[1], None, None, self.images).version for each in named if each]
-            yield replace(start, version=start.version or "".join(releases[:1]))
+            yield replace(start, version=start.version or self._release(words))
+
+    def _step(self, start: Start, options: Mapping[str, str], words: tuple[str, ...]) -> Start:
+        """Return `start` with `words`, and with the hosts and variables of a step of Slurm with these options."""
+        step = step_job(options, start.job, self.directory) if options else Start()
+        hosts, devices = max(start.hosts, step.hosts), start.devices or step.devices
+        return replace(start, words=words, job=step.job or start.job, hosts=hosts, devices=devices)
+
+    def _release(self, words: Sequence[str]) -> str:
+        """Return the release of the image that an option of a launcher names, or an empty text."""
+        named = (_IMAGE_OF_LAUNCHER.search(word) for word in words)
+        return next((container(Start(), each[1], None, None, self.images).version for each in named if each), "")
 
     def _submitted(self, start: Start, options: Mapping[str, str], rest: Sequence[str]) -> list[Start]:
         """Return what `sbatch` with these options and words starts; nothing if its script is not here."""

@@ -12,7 +12,7 @@ from flagcore_importers.values import BRACED, KEYS, dotenv, filled, left_out, li
 
 UNIT = re.compile(r"(?m)^\[(Service|Container|program:.*)\]")
 """A section of a unit that starts a program."""
-_FILE = "EnvironmentFile"
+_FILE, _OPTIONS = "EnvironmentFile", {"AddDevice": "--device", "Entrypoint": "--entrypoint"}
 
 
 def programs_of(text: str, folder: Path, images: Images) -> Iterator[Start]:
@@ -31,10 +31,16 @@ def programs_of(text: str, folder: Path, images: Images) -> Iterator[Start]:
             raise SpecError(key=_FILE, value=missing, problem=problem, fix=fix)
         yield replace(start, words=words)
     if "Image" in found:
-        options = [word for key, value in pairs if key == "PodmanArgs" for word in split_words(value)]
-        options += [word for key, value in pairs if key == "AddDevice" for word in ("--device", value)]
-        options += ["--entrypoint", found["Entrypoint"]] if "Entrypoint" in found else []
-        yield container_run(start, [*options, found["Image"], *split_words(found.get("Exec", ""))], images)
+        yield container_run(start, [*_podman_words(pairs), found["Image"], *split_words(found.get("Exec", ""))], images)
+
+
+def _podman_words(pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Yield the options of podman that a unit sets."""
+    for key, value in pairs:
+        if key == "PodmanArgs":
+            yield from split_words(value)
+        elif key in _OPTIONS:
+            yield from (_OPTIONS[key], value)
 
 
 def _environment(pairs: Sequence[tuple[str, str]], folder: Path) -> tuple[dict[str, str], str]:

@@ -109,3 +109,8 @@ def words_of(value: Any) -> list[str]:
 def positive(value: Any) -> int | None:
     """Return a number or text as a positive integer, or None for other values, such as `all`."""
     return int(value) if str(value).isdecimal() and int(value) > 0 else None
+
+
+def count_of(value: Any, usual: int = 1) -> int:
+    """Return a number or text as a positive integer, or `usual` for other values."""
+    return positive(value) or usual

@@ -61,11 +61,8 @@ class TrtllmProgram(Program):
                 result[PREFIX] = not is_off
             elif key == NO_GRAPHS and is_off:
                 result[EAGER] = True
-            elif key in IN_BYTES and isinstance(value, int) and value >= 0:
-                result[IN_BYTES[key]] = -(-value // 2**30)
             elif key in IN_BYTES:
-                problem, fix = "is not a size", "write bytes as a whole number of at least 0"
-                raise SpecError(key=f"serve.engine_args.{name}", value=value, problem=problem, fix=fix)
+                result[IN_BYTES[key]] = _gib(name, value)
             elif key == f"{NO_GRAPHS}.batch_sizes":
                 result[GRAPHS] = max(map(int, re.findall(r"\d+", str(value))), default=0)
             elif value is not None and value != "null":
@@ -78,6 +75,13 @@ class TrtllmProgram(Program):
     @staticmethod
     def _is_on(value: EngineArg) -> bool:
         return str(value).lower() == "true"
+
+
+def _gib(name: str, value: EngineArg) -> int:
+    if isinstance(value, int) and value >= 0:
+        return -(-value // 2**30)
+    problem, fix = "is not a size", "write bytes as a whole number of at least 0"
+    raise SpecError(key=f"serve.engine_args.{name}", value=value, problem=problem, fix=fix)
 
 
 PROGRAM = TrtllmProgram.read(__package__, {"cache_types": knobs.if_fp8("auto", "fp8")})

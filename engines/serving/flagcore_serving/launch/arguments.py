@@ -30,38 +30,36 @@ Pair: TypeAlias = tuple[str, list[str]]
 def with_config(engine: EngineProfile, pairs: list[Pair], start: Start, directory: Path, notes: Notes) -> list[Pair]:
     """Return the flags of a command after those in its configuration file, if that is known. Raises SpecError."""
     program = engine.program
-    named = [(program.full_name(strip_dashes(flag)), values) for flag, values in pairs if flag]
-    found = next((values for name, values in named if values and name == program.config_flag), None)
-    if found is None and program.file_variable in start.envs:
-        found = [start.envs[program.file_variable]]
-    if found is None:
+    own = [pair for pair in pairs if pair[0] and program.full_name(strip_dashes(pair[0])) == program.config_flag]
+    named = [values for _flag, values in own if values]
+    if program.file_variable in start.envs:
+        named.append([start.envs[program.file_variable]])
+    if not named:
         return pairs
-    file, *model = found  # the model may follow the file
-    mounted, added, content = start.files.get(file), list[Pair](), dict[str, Any]()
+    file, *model = named[0]  # the model may follow the file
+    mounted, content = start.files.get(file), dict[str, Any]()
     if mounted is None and os.path.isabs(file) and not os.path.exists(file):  # of a container or another machine
         text = f"{file} is not known here, and its flags are left out: write them into the command"
     else:
         text = f"the flags of {file} are part of the command"
         content = read_mapping(directory / file, file=file) if mounted is None else mapping_of(mounted, file=file)
     notes.note(f"--{program.config_flag}" if program.config_flag else program.file_variable, text, "serve")
-    if program.typed_file:
+    first = [pair for pair in [*pairs, ("", model)] if not pair[0] and pair[1]]
+    return [*first, *_of_file(engine, content, notes), *(pair for pair in pairs if pair[0] and pair not in own)]
+
+
+def _of_file(engine: EngineProfile, content: Mapping[str, Any], notes: Notes) -> Iterator[Pair]:
+    """Yield the flags in a configuration file. A note names those that have no effect there."""
+    is_typed = engine.program.typed_file
+    if is_typed:
         content = {path: each for key, value in content.items() for path, each in leaves(key, value)}
     for key, value in content.items():
-        if value is False and not program.typed_file:
+        if value is False and not is_typed:
             problem = f"dropped: as in {engine.program.title}, false in a configuration file has no effect"
             notes.note(f"--{key}", problem, "serve")
             continue
         given = [each for each in (value if isinstance(value, list) else [value]) if each is not True]
-        added.append(
-            (f"--{key}", [json.dumps(each) if isinstance(each, Mapping | bool) else str(each) for each in given])
-        )
-    first = [pair for pair in [*pairs, ("", model)] if not pair[0] and pair[1]]
-    others = (pair for pair in pairs if pair[0])
-    return [
-        *first,
-        *added,
-        *(pair for pair in others if program.full_name(strip_dashes(pair[0])) != program.config_flag),
-    ]
+        yield f"--{key}", [json.dumps(each) if isinstance(each, Mapping | bool) else str(each) for each in given]
 
 
 def of_variables(engine: EngineProfile, envs: Mapping[str, str]) -> Iterator[Pair]:
@@ -96,26 +94,26 @@ class Arguments:
                 written.pop(name, None)
         if self._problems:
             raise join_errors(self._problems)
+        self._note_replaced(written)
+
+    def _note_replaced(self, written: Mapping[str, Any]) -> None:
+        """Add a note on each of the `written` flags that others, or knobs, stand for."""
         added = {name for name in self.values if name not in (*written, EP)}
         dropped = {name: value for name, value in written.items() if name not in self.values}
         alone = {name: added & {*self._program.known_args({name: value})} for name, value in dropped.items()}
         rest = added.difference(*alone.values())
         for name, own in alone.items():
             text = " and ".join(sorted(own or rest))
-            notes.note(
-                f"--{name}", f"is replaced with {text}" if text else "dropped: has no effect", "serve.engine_args"
-            )
+            effect = f"is replaced with {text}" if text else "dropped: has no effect"
+            self._notes.note(f"--{name}", effect, "serve.engine_args")
 
     def _add(self, flag: str, values: list[str]) -> None:
         """Add a flag with its values."""
         name, knob = self._named(flag)
-        if self.model is None and knob is not None and len(values) > (knob.kind != "flag"):
-            self.model = values.pop()  # the model follows a flag, as in `--enforce-eager MODEL`
-        if not flag and len(values) > 1:
-            fix = f"write only the model after {' '.join(self._program.commands[0])}"
-            raise SpecError(key="model", value=" ".join(values), problem="is several words", fix=fix)
+        if self.model is None and _has_model(knob, values):
+            self.model = values.pop()
         if not flag or name in self._program.model_flags:
-            self.model = values[0] if values else self.model
+            self._set_model(values, is_value=bool(flag))
         elif name in (_HOSTS, self._program.local_flag) and len(values) == 1 and values[0].isdecimal():
             self._count(flag, name, int(values[0]))
         elif reason := self._program.reserved.get(name) or ("secrets are not copied" if is_secret(name) else ""):
@@ -126,6 +124,12 @@ class Arguments:
             self._notes.note(flag, f"dropped ({' '.join(values)}): a knob has a single value", "serve.engine_args")
         else:
             self.values[name] = _argument(name, values, is_switch=knob is not None and knob.kind == "flag")
+
+    def _set_model(self, values: Sequence[str], *, is_value: bool) -> None:
+        if len(values) > 1 and not is_value:
+            fix = f"write only the model after {' '.join(self._program.commands[0])}"
+            raise SpecError(key="model", value=" ".join(values), problem="is several words", fix=fix)
+        self.model = values[0] if values else self.model
 
     def _count(self, flag: str, name: str, count: int) -> None:
         if name == _HOSTS:
@@ -168,6 +172,11 @@ class Arguments:
         return True
 
 
+def _has_model(knob: Knob | None, values: Sequence[str]) -> bool:
+    """Return whether the model follows the flag of a knob and its value, as in `--enforce-eager MODEL`."""
+    return knob is not None and len(values) > (knob.kind != "flag")
+
+
 def _problem(flag: str, name: str, values: Sequence[str]) -> SpecError | None:
     """Return the error for a flag whose value is a placeholder or missing, or None."""
     if unfilled := next(filter(_PLACEHOLDER.fullmatch, values), ""):
@@ -192,43 +201,38 @@ def with_model(engine: EngineProfile, pairs: list[Pair], notes: Notes) -> list[P
     for flag, values in pairs:
         name = engine.program.full_name(strip_dashes(flag))
         knob, _ = engine.program.knob_of(name)
-        if not flag or name in engine.program.model_flags or (knob and len(values) > (knob.kind != "flag")):
+        if not flag or name in engine.program.model_flags or _has_model(knob, values):
             return pairs
     is_path = _PATH.match
     long = [pair for pair in pairs if len(pair[1]) > 1 and is_path(pair[1][-1])]
     last = [pair for pair in pairs[-1:] if any(map(is_path, pair[1])) and not _PATH_FLAG.search(pair[0])]
-    if not (long or last):
+    found = long or last
+    if not found:
         return pairs
-    flag, values = pair = (long or last)[-1]
+    flag, values = pair = found[-1]
     notes.note("model", f"{values[-1]} is not the value of {flag}", "model")
     return [("", values[-1:]), *((flag, values[:-1]) if each is pair else each for each in pairs)]
 
 
 def split(engine: EngineProfile, words: Sequence[str]) -> Iterator[Pair]:
-    """Yield each flag with its values. Values before the first flag have an empty flag."""
-    flag, values = "", list[str]()
+    """Yield each flag with its values. Values before the first flag have an empty flag.
+
+    In place of `Program.set_flag`, these are the flags that its values FLAG=VALUE set.
+    """
+    found: list[Pair] = [("", [])]
     for word in words:
-        if not re.match("--?[A-Za-z]", word):
-            values.append(word)
-            continue
-        if flag or values:
-            yield from _assigned(engine, flag, values)
         flag, equals, value = word.partition("=")
         if word[1:2] in tuple(engine.program.digit_flags) and word[2:].isdecimal():
             flag, equals, value = word[:2], "=", word[2:]
-        values = [value] if equals else []
-    if flag or values:
-        yield from _assigned(engine, flag, values)
-
-
-def _assigned(engine: EngineProfile, flag: str, values: list[str]) -> Iterator[Pair]:
-    """Yield a flag with its values, or the flags that the values FLAG=VALUE of `Program.set_flag` set."""
-    if not flag or strip_dashes(flag) != engine.program.set_flag:
-        yield flag, values
-        return
-    for each in values:
-        name, _, value = each.partition("=")
-        yield f"--{name}", [value]
+        if re.match("--?[A-Za-z]", word):
+            found.append((flag, [value] if equals else []))
+        else:
+            found[-1][1].append(word)
+    for flag, values in found:
+        if flag and strip_dashes(flag) == engine.program.set_flag:
+            yield from ((f"--{name}", [value]) for name, _, value in (each.partition("=") for each in values))
+        elif flag or values:
+            yield flag, values
 
 
 def _value(name: str, text: str) -> Any:

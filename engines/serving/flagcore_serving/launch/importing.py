@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from flagcore_importers.programs import strip_dashes
 from flagcore_models.public import find_public
 
 from flagcore.domain.chip import USUAL_DEVICES
+from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start
 from flagcore.domain.secrets import redact_text
+from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.plain_data import Notes
@@ -22,6 +25,7 @@ from flagcore_serving.launch.arguments import Arguments, Pair, of_variables, spl
 from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP
 from flagcore_serving.space.knobs import CONTEXT, DEFAULT_SPACE, QUANTIZATION, TRANSFER
+from flagcore_serving.space.program import Program
 from flagcore_serving.space.roles import parse_roles
 from flagcore_serving.space.rules import check_text
 
@@ -149,11 +153,7 @@ def _add_prefill(engine: EngineProfile, data: dict[str, Any], other: dict[str, A
     baseline = data["auto_tuner"]["baseline"]
     layouts = [{name: each.pop(name, 1) for name in names} for each in (other["auto_tuner"]["baseline"], baseline)]
     kinds = ["".join(f"{text}{layout[name]}" for name, text in names.items()) for layout in layouts]
-    clusters = [each["cluster"] for each in (other, data)]
-    total = sum(each.get("nodes", 1) * each.get("devices_per_node", 1) for each in clusters)
-    is_one_host = total <= USUAL_DEVICES and all(each.get("nodes", 1) == 1 for each in clusters)
-    width = total if is_one_host else max(each.get("devices_per_node", 1) for each in clusters)
-    data["cluster"] |= {"nodes": -(-total // width), "devices_per_node": width}
+    data["cluster"] |= _common_cluster(*(each["cluster"] for each in (other, data)))
     arguments = data["serve"]["engine_args"]
     transfers = next((knob.words for knob in engine.knobs if knob.name == TRANSFER), ())
     for name, value in _without_role(engine, arguments, notes).items():
@@ -163,6 +163,14 @@ def _add_prefill(engine: EngineProfile, data: dict[str, Any], other: dict[str, A
     baseline[PREFILL_DECODE] = parse_roles("+".join(kinds), PREFILL_DECODE)
     text = "servers that only prefill or decode: other arguments are those of the servers that decode"
     notes.note(PREFILL_DECODE, text, f"auto_tuner.baseline.{PREFILL_DECODE}")
+
+
+def _common_cluster(*clusters: Mapping[str, int]) -> dict[str, int]:
+    """Return the hosts that have the devices of several clusters."""
+    nodes, widths = ([each.get(name, 1) for each in clusters] for name in ("nodes", "devices_per_node"))
+    total = sum(map(mul, nodes, widths))
+    width = total if total <= USUAL_DEVICES and max(nodes) == 1 else max(widths)
+    return {"nodes": -(-total // width), "devices_per_node": width}
 
 
 def _without_role(engine: EngineProfile, arguments: dict[str, Any], notes: Notes) -> dict[str, Any]:
@@ -244,15 +252,10 @@ def _divide(
             missing = SpecError(key=f"--{name}", problem="has no value", fix=fix)
             problems.append(missing if value is True else error)
             continue
-        for knob in (each for each in engine.knobs if each.name in fixed):
-            kept = "all candidates keep it, unless the space lists it"
-            text = "the search tries other values" if {*knob.names} & {*DEFAULT_SPACE} else kept
-            written = name if name == knob.name else f"{'--' if len(name) > 1 else '-'}{name}"
-            effects = [each.why for each in engine.program.effects(knob.name, fixed[knob.name], written)]
-            needed = engine.program.needed_package(knob.name, fixed[knob.name], version)
-            text += f"; not predicted: {', '.join(effects)}" if effects else ""
-            text += f"; {needed}" if needed else ""
-            notes.note(written, f"is the baseline; {text}", f"auto_tuner.baseline.{knob.name}")
+        for knob in engine.knobs:
+            if knob.name not in fixed:
+                continue
+            _note_baseline(engine.program, knob, name, fixed[knob.name], version, notes)
             if isinstance(value, str) and value in knob.spellings and fixed[knob.name] is None:
                 fixed[knob.name] = value
         baseline |= fixed
@@ -266,6 +269,18 @@ def _divide(
     if problems:
         raise join_errors(problems)
     return baseline, others
+
+
+def _note_baseline(program: Program, knob: Knob, name: str, value: KnobValue, version: str, notes: Notes) -> None:
+    """Add a note on the flag `name`, whose value is that of a knob in the baseline."""
+    kept = "all candidates keep it, unless the space lists it"
+    text = "the search tries other values" if {*knob.names} & {*DEFAULT_SPACE} else kept
+    written = name if name == knob.name else f"{'--' if len(name) > 1 else '-'}{name}"
+    effects = [each.why for each in program.effects(knob.name, value, written)]
+    needed = program.needed_package(knob.name, value, version)
+    text += f"; not predicted: {', '.join(effects)}" if effects else ""
+    text += f"; {needed}" if needed else ""
+    notes.note(written, f"is the baseline; {text}", f"auto_tuner.baseline.{knob.name}")
 
 
 def _weights(model: str | None, directory: Path, notes: Notes) -> str:

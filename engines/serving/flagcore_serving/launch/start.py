@@ -281,15 +281,10 @@ class EngineProfile(Engine):
         spans = any(each.further for each in instances)
         if not (router or spans) or (on_cores and not values.get(PREFILL_DECODE)):
             return Candidate.of({**values, INSTANCES: 1}), count(values, INSTANCES)
-        if on_cores:
-            raise UsageError("this target starts servers on devices only")
-        if any(secrets_in_arguments(each.argv) for each in instances):
-            raise UsageError("the command contains a secret; pass it in a variable")
+        _check_target(instances, on_cores=on_cores)
         placed = list(zip(instances, placements(platform.task, values), strict=True))
         count_of = Counter(each.kind for each in instances)
         encoders = [f"http://{host}:{export.FRONT_PORT}" for host in _names(name, ENCODE, count_of[ENCODE])]
-        if count_of[ENCODE] and not any(ENCODER_URLS in each.argv for each in instances):
-            raise UsageError("this target starts servers on several hosts, but embeddings pass through a folder")
         groups, addresses = list[ServerGroup](), list[tuple[str, str, int]]()
         for kind, replicas in count_of.items():
             instance, place = next(each for each in placed if each[0].kind == kind)
@@ -409,3 +404,13 @@ def _first_load(serve: ServeSpec, figures: Mapping[str, float]) -> float:
         return 1.0
     rate = figures.get("requests_per_s") or 1.0
     return rate if serve.highest == "request_rate" else max(1.0, rate * (figures.get("e2e_s.mean") or 1.0))
+
+
+def _check_target(instances: Sequence[Instance], *, on_cores: bool) -> None:
+    """Raise UsageError if servers cannot be started one by one on a target: see `Engine.servers`."""
+    if on_cores:
+        raise UsageError("this target starts servers on devices only")
+    if any(secrets_in_arguments(each.argv) for each in instances):
+        raise UsageError("the command contains a secret; pass it in a variable")
+    if any(each.kind == ENCODE for each in instances) and not any(ENCODER_URLS in each.argv for each in instances):
+        raise UsageError("this target starts servers on several hosts, but embeddings pass through a folder")

@@ -165,6 +165,10 @@ class _LoadSender:
         elif waiting and not watch.has_ended and not watch.is_cut():
             problem = f"{ProblemKind.TIMED_OUT.value}: not answered within {watch.time_out().seconds:.1f} s"
             self.problems[problem] += len(self._requests) - len(watch.answers)
+        await self._cancel(tasks)
+
+    async def _cancel(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Cancel tasks, and count their failed requests. Raises their other exceptions."""
         for task in tasks:
             task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):

@@ -149,11 +149,8 @@ class Stream:
         if _is_error(data):
             raise RequestFailed(ProblemKind.ERROR, message_of(payload))
         usage, choices = data.get("usage"), data.get("choices")
-        if isinstance(meta := data.get("meta_info"), dict):  # an event of /generate
-            end = meta.get("finish_reason")
-            end = end.get("type") if isinstance(end, dict) else end
-            usage = meta
-            choices = [{"text": data.get("text"), "token_ids": data.get("output_ids"), "finish_reason": end}]
+        if isinstance(data.get("meta_info"), dict):
+            usage, choices = data["meta_info"], [_native_choice(data)]
         if isinstance(usage, dict):
             self._usage = usage
         if isinstance(choices, list) and choices and isinstance(choices[0], dict):
@@ -223,3 +220,10 @@ def message_of(body: bytes) -> str:
             break
         data = next((data[key] for key in ("error", "message", "detail") if data.get(key)), str(data))
     return data if isinstance(data, str) else text
+
+
+def _native_choice(data: dict[str, Any]) -> dict[str, Any]:
+    """Return an event of /generate as a choice."""
+    end = data["meta_info"].get("finish_reason")
+    end = end.get("type") if isinstance(end, dict) else end
+    return {"text": data.get("text"), "token_ids": data.get("output_ids"), "finish_reason": end}

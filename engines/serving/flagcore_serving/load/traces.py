@@ -218,6 +218,10 @@ class _Turn:
     blocks: tuple[Any, ...] = ()
     wait_s: float | None = None
 
+    def answer_len(self, usual: int) -> int:
+        """Return the tokens of the answer: `usual` ones if the trace has neither their number nor a text."""
+        return self.output_len or (estimated_tokens(self.answer) if self.answer else usual)
+
 
 def _traffic(
     rows: Sequence[Mapping[str, Any]],
@@ -248,26 +252,26 @@ def _traffic(
     return _of_turns(requests, np.array(follows, dtype=np.int64), arrivals if times else None, output_len, block_len)
 
 
+def _input_lens(requests: Sequence[_Turn], follows: Sequence[int]) -> list[int]:
+    """Return the tokens of each prompt. A prompt is at least as long as the one that it continues."""
+    inputs = list[int]()
+    for turn, before in zip(requests, follows, strict=True):
+        past = inputs[before] if before >= 0 else 0
+        inputs.append(turn.input_len or max(past, estimated_tokens(turn.prompt or "")))
+    return inputs
+
+
 def _of_turns(
     requests: Sequence[_Turn], follows: IntArray, arrivals: Sequence[float] | None, output_len: int, block_len: int
 ) -> Traffic:
     """Return the requests with their arrival times, of which answers without a length have `output_len` tokens."""
-    inputs = list[int]()
-    for turn, before in zip(requests, follows.tolist(), strict=True):
-        past = inputs[before] if before >= 0 else 0  # a prompt is at least as long as the one that it continues
-        inputs.append(turn.input_len or max(past, estimated_tokens(turn.prompt or "")))
-    answers = [turn.output_len or (estimated_tokens(turn.answer) if turn.answer else output_len) for turn in requests]
+    inputs = _input_lens(requests, follows.tolist())
+    answers = [turn.answer_len(output_len) for turn in requests]
     estimated = sum(turn.input_len is None for turn in requests)
-    unknown = sum(not (turn.answer or turn.output_len) for turn in requests)
-    notes = list[str]()
-    if estimated:
-        notes.append(
-            f"the lengths of {estimated} requests are estimated, with {BYTES_PER_TOKEN} bytes of UTF-8 per token"
-        )
-    if unknown:
-        notes.append(
-            f"{unknown} requests have no length of the answer: serve.profile.output_len = {output_len} is used"
-        )
+    unknown = sum(turn.answer_len(0) == 0 for turn in requests)
+    of_prompts = f"the lengths of {estimated} requests are estimated, with {BYTES_PER_TOKEN} bytes of UTF-8 per token"
+    of_answers = f"{unknown} requests have no length of the answer: serve.profile.output_len = {output_len} is used"
+    notes = [text for text, number in ((of_prompts, estimated), (of_answers, unknown)) if number]
     blocks, images, waits = ([getattr(turn, name) for turn in requests] for name in ("blocks", "images", "wait_s"))
     has_waits, is_later = any(each is not None for each in waits), follows >= 0
     return Traffic(

@@ -223,13 +223,11 @@ def _highest(
         is_met = all(points[value].get(name, 0.0) <= limit for name, limit in slo.items())
         return Verdict.MET if is_met else Verdict.EXCEEDED
 
+    start, minimum, growth = scaled.get(HIGHEST_LOAD, 1.0), MIN_RATE, RESOLUTION
+    if is_concurrency:
+        start, minimum, growth = FIRST_LOAD, 1.0, GROWTH
     highest = highest_load(
-        predict,
-        FIRST_LOAD if is_concurrency else scaled[HIGHEST_LOAD],
-        minimum=1.0 if is_concurrency else MIN_RATE,
-        maximum=float(maximum or 1),
-        is_integer=is_concurrency,
-        growth=GROWTH if is_concurrency else RESOLUTION,
+        predict, start, minimum=minimum, maximum=float(maximum or 1), is_integer=is_concurrency, growth=growth
     )
     if highest is not None and not is_concurrency:
         found[layout] = found[None] = expected, points[highest]

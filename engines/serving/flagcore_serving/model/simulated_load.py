@@ -276,14 +276,9 @@ class SimulatedLoad:
 
         Raises SpecError for an invalid load or an unreadable trace.
         """
-        drawn_load, equal = (load := in_flight(load)), None
-        if load.num_prompts is None and load.trace is None:
-            flight = load.concurrency or OPEN_LOOP_FLIGHT
-            count = max(min(WAVES_IN_FLIGHT * flight, MAX_REQUESTS), 2 * flight, 16)
-            is_equal = load.range_ratio == 1.0 and load.range_spread is None and load.distribution == "uniform"
-            drawn_load = replace(load, num_prompts=count, range_ratio=STEADY_RATIO if is_equal else load.range_ratio)
-            if is_equal and load.request_rate is None and load.turns == 1 and load.images is None:
-                equal = load.prefix_len + load.input_len, load.output_len
+        load = in_flight(load)
+        is_endless = load.num_prompts is None and load.trace is None
+        drawn_load, equal = _endless(load) if is_endless else (load, None)
         requests = traffic(drawn_load)
         images = requests.images if vision is not None else ()
         drawn = cls(
@@ -339,7 +334,8 @@ class SimulatedLoad:
         names = ("input_len", "output_len", "turn", "wait_s", "adapters")
         columns: dict[str, Any] = {"arrivals": arrivals, **{name: getattr(self, name) for name in names}}
         columns = {name: None if column is None else column[order] for name, column in columns.items()}
-        return replace(self, **columns, parts=[self.parts[index] for index in order])
+        images = [self.images[index] for index in order] if self.images else ()
+        return replace(self, **columns, images=images, parts=[self.parts[index] for index in order])
 
     def _hits_of(self, price: Price, lanes: int) -> FloatArray:
         """Return how many prompt tokens of each request on a lane (one of `lanes`) each tier of its prefix cache has.
@@ -502,6 +498,16 @@ class SimulatedLoad:
             delay = (flight - simulated) * accepted_s  # the front end accepts the whole first wave before it starts
             return times.extrapolate(inputs, outputs, simulated if arrival_times is None else None, flight, delay)
         return times
+
+
+def _endless(load: Load) -> tuple[Load, tuple[int, int] | None]:
+    """Return a load with the requests that stand for a steady state, and `SimulatedLoad.equal`."""
+    flight = load.concurrency or OPEN_LOOP_FLIGHT
+    count = max(min(WAVES_IN_FLIGHT * flight, MAX_REQUESTS), 2 * flight, 16)
+    is_equal = load.range_ratio == 1.0 and load.range_spread is None and load.distribution == "uniform"
+    drawn = replace(load, num_prompts=count, range_ratio=STEADY_RATIO if is_equal else load.range_ratio)
+    is_plain = is_equal and load.request_rate is None and load.turns == 1 and load.images is None
+    return drawn, (load.prefix_len + load.input_len, load.output_len) if is_plain else None
 
 
 _drawn = lru_cache(maxsize=256)(SimulatedLoad.draw)

@@ -10,10 +10,11 @@ import numpy as np
 from flagcore.domain.space import Columns, FloatArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
+from flagcore.i18n import N_
 from flagcore_serving.job import EngineArg, ServeSpec
 from flagcore_serving.load.traffic import ADAPTER
 from flagcore_serving.space.knobs import RANK, SLOTS
-from flagcore_serving.space.rules import ignoring
+from flagcore_serving.space.rules import ignoring, rule
 
 SWITCH = "enable-lora"
 CONFIG = "adapter_config.json"
@@ -64,12 +65,10 @@ def adapter_settings(
 def adapter_rules(task: Task, ranks: Sequence[int] = ()) -> tuple[Rule, ...]:
     """Return the rules that all adapters fit into a slot, and that its rank is one of `ranks`, if these are given."""
     rank = _largest_rank(task.spec.serve)
-    message = f"{RANK} must be at least {rank}, the rank of an adapter"
-    at_least = Rule(
-        name="adapter_rank", knobs=(RANK,), message=message, broken=lambda c: (c[RANK] > 0) & (c[RANK] < rank)
-    )
-    message = f"{RANK} must be {', '.join(map(str, ranks))}"
-    known = Rule(name="adapter_ranks", knobs=(RANK,), message=message, broken=lambda c: ~np.isin(c[RANK], (0, *ranks)))
+    text = N_("{knob} must be at least {rank}, the rank of an adapter")
+    at_least = rule("adapter_rank", (RANK,), text, lambda c: (c[RANK] > 0) & (c[RANK] < rank), knob=RANK, rank=rank)
+    text, values = N_("{knob} must be {values}"), ", ".join(map(str, ranks))
+    known = rule("adapter_ranks", (RANK,), text, lambda c: ~np.isin(c[RANK], (0, *ranks)), knob=RANK, values=values)
     return (at_least, known) if ranks else (at_least,)
 
 

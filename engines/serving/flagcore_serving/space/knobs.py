@@ -67,12 +67,7 @@ def axes(
             extra_values += knob.words  # see `rules.exchange_merge`
         if baseline_value is not None:
             extra_values.append(knob.parse(baseline_value, f"auto_tuner.baseline.{knob.name}"))
-        by_default = task.spec.serve.default_space and any(name in (*DEFAULT_SPACE, CONTEXT) for name in knob.names)
-        searched = task.listed_values(knob, AUTO if by_default and knob.name not in fixed else [value])
-        if knob.name in wide and knob.is_available(version):
-            searched = wide[knob.name]
-        if not knob.is_available(version) and AUTO in (knob.value_in(task.spec.space), by_default and AUTO):
-            searched = (knob.neutral,)
+        searched = _searched(task, knob, fixed, wide, version)
         set_value = next((each for each in (*searched, *extra_values) if each != knob.neutral), None)
         if set_value is not None and not knob.is_available(version):
             section = "serve.engine_args" if knob.value_in(baseline) is None else "auto_tuner.baseline"
@@ -82,6 +77,23 @@ def axes(
             raise SpecError(key=key, value=set_value, problem=problem, fix=fix)
         result.append(knob.axis(searched, extra_values))
     return tuple(result)
+
+
+def _searched(
+    task: Task,
+    knob: Knob,
+    fixed: Mapping[str, KnobValue],
+    wide: Mapping[str, tuple[KnobValue, ...]],
+    version: str | None,
+) -> Sequence[KnobValue]:
+    """Return the values of a knob that are tried, of those that it may have: see `axes` and `wide_values`."""
+    by_default = task.spec.serve.default_space and any(name in (*DEFAULT_SPACE, CONTEXT) for name in knob.names)
+    if not knob.is_available(version) and AUTO in (knob.value_in(task.spec.space), by_default and AUTO):
+        return (knob.neutral,)
+    if knob.name in wide and knob.is_available(version):
+        return wide[knob.name]
+    usual = AUTO if by_default and knob.name not in fixed else [fixed.get(knob.name, knob.neutral)]
+    return task.listed_values(knob, usual)
 
 
 def wide_values(task: Task, fixed: Mapping[str, KnobValue]) -> dict[str, tuple[KnobValue, ...]]:

@@ -291,19 +291,13 @@ class Program:
         `installed_flags`: as in `check`. They have priority over the known flags. A release that is newer than the
         known ones may have more flags than these.
         """
-        names = forms(name)
-        if names & set(installed_flags):
+        if forms(name) & set(installed_flags):
             return None
-        for since, flags in self.removed.items():
-            removed = next((each for each in names if each in flags), None)
-            if removed is not None and (not since or in_versions(f">={since}", version)):
-                is_certain = bool(installed_flags) or (bool(since) and programs.release(version) is not None)
-                fix = f"use {flags[removed]}" if flags[removed] else "remove it"
-                problem = f"was removed in {self.title} {since}".rstrip()
-                return FlagProblem(problem, fix, removed=True, is_certain=is_certain)
+        if found := self._removal(name, version, is_installed=bool(installed_flags)):
+            return found
         alias = name.replace("-", "_")
-        known = next((knob for knob in self.knobs if alias in knob.aliases), None)
-        named = strip_dashes(known.flags[0].name) if known and known.flags else known.name if known else ""
+        known = (knob for knob in self.knobs if alias in knob.aliases)
+        named = next((strip_dashes(knob.flags[0].name) if knob.flags else knob.name for knob in known), "")
         if installed_flags:
             close = named or next(iter(get_close_matches(name, sorted(installed_flags), n=1)), "")
             problem = f"is not a flag of the installed {self.title}"
@@ -311,6 +305,16 @@ class Program:
         is_unknown = bool(self.flags) and in_versions(self.releases, version) and not self.knows_flag(name)
         close = (named or similar(name, self.flags)) if is_unknown else ""
         return FlagProblem(f"is not a flag of {self.title}", f"did you mean {close}?") if close else None
+
+    def _removal(self, name: str, version: str, *, is_installed: bool) -> FlagProblem | None:
+        for since, flags in self.removed.items():
+            removed = next((each for each in forms(name) if each in flags), None)
+            if removed is not None and (not since or in_versions(f">={since}", version)):
+                is_certain = is_installed or (bool(since) and programs.release(version) is not None)
+                fix = f"use {flags[removed]}" if flags[removed] else "remove it"
+                problem = f"was removed in {self.title} {since}".rstrip()
+                return FlagProblem(problem, fix, removed=True, is_certain=is_certain)
+        return None
 
     def needed_package(self, name: str, value: object, version: str) -> str:
         """Return what a value of the knob `name` needs beside the engine in this release, or an empty text."""

@@ -81,7 +81,7 @@ def first_error(log: str, patterns: Sequence[FailurePattern]) -> tuple[TrialStat
     exception; a match of a weak pattern; the first line that mentions an error; the last line. The state is None if no
     pattern matches.
     """
-    lines = [line.strip()[:MAX_LINE] for line in log.splitlines() if line.strip()]
+    lines = [line[:MAX_LINE] for line in filter(None, map(str.strip, log.splitlines()))]
     weak_patterns = [each for each in patterns if each.weak]
     suspects = [line for line in lines if not HARMLESS.search(line)]
     causes = [line for line in suspects if not first_match([line], weak_patterns)]
@@ -92,9 +92,8 @@ def first_error(log: str, patterns: Sequence[FailurePattern]) -> tuple[TrialStat
         if found := first_match(lines, tried):
             pattern, match = found
             return pattern.state, match.string + (f" ({pattern.advice})" if pattern.advice else "")
-        for line in searched:
-            if error_pattern.search(line):
-                return None, line
+        if named := next(filter(error_pattern.search, searched), None):
+            return None, named
     return None, suspects[-1] if suspects else ""
 
 

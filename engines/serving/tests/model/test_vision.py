@@ -16,7 +16,7 @@ from flagcore_serving.load.images import Image
 from flagcore_serving.load.traffic import traffic
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
 from flagcore_serving.model.memory import serving_memory
-from flagcore_serving.model.simulated_load import HIT_RATE, prompt_parts
+from flagcore_serving.model.simulated_load import HIT_RATE, SimulatedLoad, prompt_parts
 from flagcore_serving.model.simulation import Lane, Price, Simulation
 from flagcore_serving.model.tiers import cached_tokens
 from flagcore_serving.model.vision import EncoderCosts, ImageWork, encoder_costs, image_work
@@ -149,6 +149,17 @@ def test_images_of_a_trace_need_a_tower(tmp_path: Any) -> None:
     job = task(None, model=DENSE, loads=(Load(trace=str(trace), num_prompts=None, concurrency=1),))
     with refuses("serve.profile.trace"):
         VLLM.rules(job)
+
+
+def test_images_stay_with_their_requests_when_conversations_take_turns(tmp_path: Any) -> None:
+    trace = tmp_path / "a.jsonl"
+    rows = [("a", 50, []), ("a", 90, ["224x224", "224x224"]), ("b", 50, ["1280x720"])]
+    keys = ("session_id", "input_length", "images")
+    trace.write_text("\n".join(json.dumps({**dict(zip(keys, each, strict=True)), "output_length": 4}) for each in rows))
+    drawn = SimulatedLoad.draw(Load(trace=str(trace), num_prompts=None, concurrency=2, turns=9), VISION)
+    assert [work.images for work in drawn.images] == [0, 1, 2]
+    texts = [tokens - work.tokens - 2 * work.images for tokens, work in zip(drawn.input_len, drawn.images, strict=True)]
+    assert texts == [50, 50, 90]
 
 
 def test_limits_of_images_must_hold_a_request() -> None:
