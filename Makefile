@@ -15,7 +15,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 # Tests start hundreds of processes: modules are compiled once, also where the environment keeps Python from it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup setup-vllm tune tune-serve lint test test-core test-fast test-all test-long test-browser test-hosts test-ray test-watchers test-anywhere coverage mutations samples \
+.PHONY: setup setup-vllm tune tune-serve lint test test-core test-fast test-all test-long test-browser test-hosts test-ray test-watchers test-anywhere coverage mutations samples findings \
   changelog dist reference docs docs-release bench bench-estimate bench-hosts bench-load bench-replay sweeps accuracy messages untranslated clean
 
 setup: $(VENV)/.done examples/spec.schema.json
@@ -197,6 +197,10 @@ accuracy: setup
 # What the fragments in changelog.d add to CHANGELOG.md; a release runs `towncrier build --version X.Y.Z`.
 changelog: setup
 	@$(BIN)/towncrier build --draft --version Unreleased
+
+# What other software really does: runs each script of findings/ with packages from PyPI, and prints which changed.
+findings: setup
+	$(BIN)/python tools/findings.py run
 
 # A release in dist/: an sdist and a wheel of each distribution, tried out in an empty environment, and what that had.
 dist: setup

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from docs.site import cli_page, docstrings, engine_tables, spec_tables, vendor_pages  # noqa: E402
+from tools import releases  # noqa: E402
 
 RENDERERS: Mapping[str, Callable[[str], str]] = {
     "flag": cli_page.render,
@@ -24,6 +25,7 @@ RENDERERS: Mapping[str, Callable[[str], str]] = {
     "record": docstrings.render_record,
     "hook": docstrings.render_hook,
     "vendors": vendor_pages.render_overview,
+    "releases": lambda _mark: releases.table(releases.seen()),
 }
 """Returns the text of a block from its whole mark, by the first word of the mark."""
 BLOCK = re.compile(rf"^<!-- ((?:{'|'.join(RENDERERS)})\b[^>]*) -->\n(.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE)

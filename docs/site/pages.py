@@ -27,6 +27,7 @@ JOINED = {
     "LICENSE": "LICENSE",
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/LOG.md": "lab-log.md",
+    "findings/README.md": "findings.md",
 }
 """Pages of other folders, and their names on the site."""
 SCHEMA = "spec.schema.json"
@@ -59,7 +60,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Return the page with adapted links. Called once per page."""
+    """Return the page with adapted links, without those to scripts of findings. Called once per page."""
     for path, name in JOINED.items():
         markdown = markdown.replace(f"](../{path}", f"]({name}")
+    markdown = re.sub(r"\[([^]]+)\]\((?:\.\./findings/)?\w+\.py\)", r"\1", markdown)
     return re.sub(r"\]\(\.\./plugins/(\w+)/README\.md\)", r"](vendors/\1.md)", markdown)

@@ -7,7 +7,7 @@ from pathlib import Path
 from docs.site.generate import without_blocks
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("*.md", "docs/*.md", "[epx]*/*/README.md", "benchmarks/*.md")
+ROOMS = ("*.md", "docs/*.md", "[epx]*/*/README.md", "benchmarks/*.md", "findings/*.md")
 PAGES = sorted(str(file.relative_to(ROOT)) for room in ROOMS for file in ROOT.glob(room))
 """All pages, a new one too."""
 TEXT = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}

@@ -132,7 +132,7 @@ def test_the_notebook_tunes_and_shows_its_results(tmp_path: Path, monkeypatch: p
 
 ROOT = Path(__file__).parents[2]
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-JOINED = {"CONTRIBUTING.md", "CHANGELOG.md", "benchmarks.md", "lab-log.md"}
+JOINED = {"CONTRIBUTING.md", "CHANGELOG.md", "benchmarks.md", "findings.md", "lab-log.md"}
 LOADED = re.compile(r'<(?:script|img|iframe|link)[^>]*\s(?:src|href)="?(?:https?:)?//|@import|url\("?https?:')
 """What a browser would fetch from elsewhere; links that a reader may follow are none of it."""
 

@@ -1,0 +1,82 @@
+"""Lists the releases of engines and libraries that flagcore's rules name, and the newest of each on PyPI.
+
+`python tools/releases.py [--rules]`. A rule names a release in its data or in its source, such as `vllm 0.33`. With
+`--rules`, the places are listed. `docs/engines-really.md` has the same releases without the newest, which come from
+`pip index versions`.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("engines/*/flagcore_*", "extras/*/flagcore_*")
+"""The folders with the rules of engines, trainers and importers."""
+PACKAGES = {
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
+    "flagscale": "flag-scale",
+    "lmdeploy": "lmdeploy",
+    "megatron-core": "megatron-core",
+    "peft": "peft",
+    "sglang": "sglang",
+    "torchtitan": "torchtitan",
+    "transformers": "transformers",
+    "trl": "trl",
+    "verl": "verl",
+    "vllm": "vllm",
+}
+"""The distributions on PyPI, by the name that rules use in any case."""
+NAMED = re.compile(rf"\b({'|'.join(PACKAGES)}) @?v?(\d+(?:\.\d+)+)(?![\w.]*\d)", re.IGNORECASE)
+
+Seen = Mapping[str, Mapping[str, list[str]]]
+"""Places (`file:line`) that name a release, by package and release, the newest release first."""
+
+
+def seen(root: Path = ROOT) -> Seen:
+    """Return where the rules below a folder name releases."""
+    found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for folder in (folder for pattern in SOURCES for folder in sorted(root.glob(pattern))):
+        for path in sorted(each for each in folder.rglob("*") if each.suffix in (".py", ".yaml")):
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                for name, release in NAMED.findall(line):
+                    found[PACKAGES[name.lower()]][release].append(f"{path.relative_to(root)}:{number}")
+    return {
+        name: {release: places[release] for release in sorted(places, key=Version, reverse=True)}
+        for name, places in sorted(found.items())
+    }
+
+
+def table(found: Seen) -> str:
+    """Return the releases as a table for the documentation."""
+    rows = [f"| `{name}` | {', '.join(releases)} |" for name, releases in found.items()]
+    return "\n".join(["| package | releases on which rules were seen |", "| --- | --- |", *rows])
+
+
+def newest(package: str) -> str:
+    """Return the newest release of a package in pip's index, or why there is none."""
+    command = [sys.executable, "-m", "pip", "index", "versions", "--ignore-requires-python", package]
+    result = subprocess.run(command, capture_output=True, text=True)
+    found = re.match(r"\S+ \((\S+)\)", result.stdout)
+    return found[1] if found else f"unknown: {result.stderr.strip().splitlines()[-1:]}"
+
+
+def main() -> None:
+    """Print the newest release of each package and those on which rules were seen."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rules", action="store_true", help="also list the places that name each release")
+    options = parser.parse_args()
+    for name, releases in seen().items():
+        print(f"{name}: newest {newest(name)}; rules seen on {', '.join(releases)}")
+        for release, places in releases.items() if options.rules else ():
+            print(f"  {release}", *places, sep="\n    ")
+
+
+if __name__ == "__main__":
+    main()
