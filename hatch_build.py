@@ -1,15 +1,23 @@
-"""Dependencies: a checkout asks for the folders of the distributions beside it, a release for their versions.
+"""Dependencies: a checkout requires wheels that are built from the folders beside it, a release requires versions.
 
 `pip install ".[metax]"` from a clone must work where no index knows `flagcore-metax`; an sdist, and a wheel that
 is made from it, must ask for it by name and version. `python -m build` makes a release so: the sdist first, the
 wheel out of it. A wheel made straight from a checkout is for that checkout alone.
+
+The parts of a checkout are built here, in the process that builds the core: pip takes seconds to build a folder in an
+environment of its own.
 """
 
+import os
 import re
+from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.builders.wheel import WheelBuilder
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 CORE = (
@@ -58,6 +66,7 @@ DEV = [
     "babel>=2.14",
     "jsonschema>=4.21",
     "build>=1.2",
+    "editables>=0.3",
     "gguf>=0.10",
     "hatchling>=1.25",
     "hydra-core>=1.3",
@@ -77,6 +86,8 @@ DEV = [
     "types-PyYAML",
 ]
 DOCS = ["mkdocs-material>=9.6,<10"]
+KIND = "FLAGCORE_PARTS"
+"""The variable with the kind of the parts' wheels: `standard`, or `editable`, which refer to the folders."""
 
 
 class CustomMetadataHook(MetadataHookInterface):
@@ -86,10 +97,11 @@ class CustomMetadataHook(MetadataHookInterface):
         """Add the dependencies to the project's metadata. Called once per build."""
         root = Path(self.root)
         version = _version(root)
+        wheels = _build_parts(root, os.environ.get(KIND, "standard"))
 
         def part(folder: str, name: str) -> str:
             if (root / folder).is_dir():
-                return f"flagcore-{name} @ {(root / folder / name).as_uri()}"
+                return f"flagcore-{name} @ {wheels.get(name, root / folder / name).as_uri()}"
             return f"flagcore-{name}=={version}"
 
         own = {name: [part("plugins", name)] for name in VENDORS} | {name: [part("extras", name)] for name in EXTRAS}
@@ -115,6 +127,38 @@ class SdistHook(BuildHookInterface[Any]):
         core, released = self.metadata.core, _version(Path(self.root))
         for needs in (core.dependencies, *core.optional_dependencies.values()):
             needs[:] = [re.sub(r"^(flagcore-\w+) ?@ .*", rf"\1=={released}", need) for need in needs]
+
+
+def _build_parts(root: Path, kind: str) -> dict[str, Path]:
+    """Return the wheels of the parts in a checkout by folder, in `build/parts-KIND`. Older wheels there are removed.
+
+    Empty in a release, and in a checkout that cannot be written: pip builds the folders then.
+    """
+    place, wheels = root / "build" / f"parts-{kind}", dict[str, Path]()
+    files = (file for room in INSTALLED for file in (root / room).glob("*/pyproject.toml"))
+    with suppress(OSError):
+        for folder in (file.parent for file in files):
+            wheels[folder.name] = _build_part(folder, place, kind)
+        for wheel in {*place.glob("*.whl")} - {*wheels.values()}:
+            wheel.unlink(missing_ok=True)
+    return wheels
+
+
+def _build_part(folder: Path, place: Path, kind: str) -> Path:
+    """Return the wheel of a part in `place`, built unless it is there. Raises OSError.
+
+    Its version ends in a hash of the content, because pip does not replace a wheel of the same version.
+    """
+    place.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=place) as new:
+        plain = Path(next(WheelBuilder(str(folder)).build(directory=new, versions=[kind])))
+        local = f"+h{sha256(plain.read_bytes()).hexdigest()[:8]}"
+        wheel = place / plain.name.replace("-py3-", f"{local}-py3-")
+        if not wheel.exists():
+            builder = WheelBuilder(str(folder))
+            builder.metadata.config["project"]["version"] += local
+            Path(next(builder.build(directory=new, versions=[kind]))).replace(wheel)
+    return wheel
 
 
 def _version(root: Path) -> str:

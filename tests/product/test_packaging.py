@@ -1,5 +1,5 @@
-"""What the distributions ask for: folders from a checkout, versions from a release. Secrets of configurations, scripts
-and manifests get into no export and imported spec that others can read."""
+"""What the distributions ask for: wheels of the folders from a checkout, versions from a release. Secrets of
+configurations, scripts and manifests get into no export and imported spec that others can read."""
 
 import json
 import shlex
@@ -8,16 +8,23 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
-from email import message_from_bytes
+from email import message_from_bytes, message_from_string
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+from zipfile import ZipFile
 
 import pytest
 import yaml
 from hatchling.builders.wheel import WheelBuilder
+from packaging.requirements import Requirement
+from packaging.utils import parse_wheel_filename
 
 from flagcore import __version__, api
 from flagcore.errors import UsageError
+from hatch_build import CustomMetadataHook
 from tests.checks import SHELL, VARIABLES, WORDS, leaking_files, leaks, secret
 from tests.product.api.test_export import SMALL_TRAINING, server, written
 from tests.product.cli.conftest import Flag, flag  # noqa: F401 (fixture)
@@ -50,10 +57,67 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> tarfile.TarFile:
     return tarfile.open(next(folder.glob("*.tar.gz")))
 
 
-def test_a_checkout_installs_plugins_from_folders(checkout: dict[str, object]) -> None:
-    needs = str(checkout["dependencies"]) + str(checkout["optional-dependencies"])
-    for folder in PARTS:
-        assert f"flagcore-{folder.name} @ {folder.as_uri()}" in needs
+def parts(metadata: dict[str, Any]) -> dict[str, Path]:
+    """The files or folders that the metadata of a checkout requires, by part."""
+    needs = {*metadata["dependencies"], *chain.from_iterable(metadata["optional-dependencies"].values())}
+    asked = [Requirement(each) for each in needs if each.startswith("flagcore-")]
+    return {each.name.removeprefix("flagcore-"): Path(url2pathname(urlsplit(each.url).path)) for each in asked}
+
+
+def test_a_checkout_requires_wheels_of_its_parts(checkout: dict[str, Any]) -> None:
+    wheels = parts(checkout)
+    assert set(wheels) == {folder.name for folder in PARTS}
+    for name, wheel in wheels.items():
+        distribution, version, *_ = parse_wheel_filename(wheel.name)
+        assert (distribution, version.public) == (f"flagcore-{name}", __version__)
+        with ZipFile(wheel) as archive:
+            text = archive.read(f"flagcore_{name}-{version}.dist-info/METADATA").decode()
+        assert message_from_string(text)["Version"] == str(version)
+
+
+def few_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CustomMetadataHook:
+    """Return the hook of a copy of the checkout with two parts."""
+    for source in ("flagcore/__init__.py", "plugins/cpu", "engines/servers"):
+        (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / source).is_dir():
+            shutil.copytree(ROOT / source, tmp_path / source, ignore=shutil.ignore_patterns("__pycache__", "tests"))
+        else:
+            shutil.copy(ROOT / source, tmp_path / source)
+    monkeypatch.setattr("hatch_build.INSTALLED", {"plugins": ("cpu",), "engines": ("servers",)})
+    return CustomMetadataHook(str(tmp_path), {})
+
+
+def cpu_wheel(hook: CustomMetadataHook) -> Path:
+    metadata: dict[str, Any] = {}
+    hook.update(metadata)
+    return parts({**metadata, "optional-dependencies": {}})["cpu"]
+
+
+def test_a_changed_part_has_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip keeps what is installed of a local wheel with the same version."""
+    hook = few_parts(tmp_path, monkeypatch)
+    first = cpu_wheel(hook)
+    made = first.stat().st_mtime_ns
+    assert (cpu_wheel(hook), first.stat().st_mtime_ns) == (first, made)
+    with (tmp_path / "plugins" / "cpu" / "flagcore_cpu" / "hooks.py").open("a") as file:
+        file.write("# changed\n")
+    second = cpu_wheel(hook)
+    assert second != first
+    assert [*second.parent.glob("flagcore_cpu-*")] == [second]
+
+
+def test_an_editable_wheel_refers_to_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("editables", reason="editables is not installed: `make setup`")
+    monkeypatch.setenv("FLAGCORE_PARTS", "editable")
+    with ZipFile(cpu_wheel(few_parts(tmp_path, monkeypatch))) as archive:
+        (path,) = [name for name in archive.namelist() if name.endswith(".pth")]
+        assert archive.read(path).decode().strip() == str(tmp_path / "plugins" / "cpu")
+
+
+def test_a_checkout_that_cannot_be_written_requires_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = few_parts(tmp_path, monkeypatch)
+    (tmp_path / "build").touch()
+    assert cpu_wheel(hook) == tmp_path / "plugins" / "cpu"
 
 
 def test_a_release_requires_plugins_of_its_version(sdist: tarfile.TarFile) -> None:
