@@ -108,6 +108,9 @@ class VllmProgram(Program):
             if key == PREFILL_CONTEXT and str(value) != "1":
                 problem = f"multiplies the {TP} x {PP} x {DP} devices of an instance, which is not predicted"
                 raise SpecError(key=key, value=value, problem=problem, fix="remove it, or set 1")
+            if key == "block-size" and str(value) == "0":  # the code of a knob that is not set
+                fix = "use a whole number from 1, or remove it"
+                raise SpecError(key=f"serve.engine_args.{name}", value=value, problem="is no size", fix=fix)
             if key == connectors.CONFIG:
                 connectors.check(value)
             found = _object(name, key, value) if key in objects else None
@@ -139,7 +142,7 @@ def _object(name: str, key: str, value: EngineArg) -> Mapping[str, object] | Non
         found = json.loads(text)
     if isinstance(found, Mapping):
         return found
-    if key in json_flags.KEYS and not re.fullmatch(r".*\$.*|\d*|None", text):
+    if key in json_flags.KEYS and (value == [] or not re.fullmatch(r".*\$.*|\d*|None", text)):
         problem, fix = "must be a JSON object", """write one such as '{"KEY": "VALUE"}'"""
         raise SpecError(key=f"serve.engine_args.{name}", value=value, problem=problem, fix=fix)
     return None

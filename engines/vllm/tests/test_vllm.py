@@ -373,12 +373,14 @@ def test_from_0_15_each_attention_rank_accepts_requests() -> None:
         ("kv-transfer-config", '{"kv_connector": "OffloadingConnector", "kv_role": "both"}', ".kv_role"),
         ("kv_transfer_config.kv_role", "both", ".kv_role"),
         ("speculative-config", "ngram", ""),
+        ("speculative_config", [], ""),
+        ("block_size", 0, ""),
         ("speculative-config", '{"method": "ngrm", "num_speculative_tokens": 3}', ".method"),
         ("compilation-config", '{"cudagraph_moed": "FULL"}', ".cudagraph_moed"),
         ("compilation-config", '{"cudagraph_capture_sizes": [1, "a"]}', ".cudagraph_capture_sizes"),
     ],
 )
-def test_json_flags_that_vllm_rejects_are_rejected(flag: str, value: str, key: str) -> None:
+def test_flags_that_vllm_rejects_are_rejected(flag: str, value: object, key: str) -> None:
     name = f"serve.engine_args.{flag.partition('.')[0]}{key}"
     with pytest.raises(SpecError) as raised:
         figures(cards(engine_args={flag: value}))
