@@ -18,7 +18,7 @@ from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.spec import AUTO, HOSTFILE, LOCAL, Spec
 from flagcore.domain.units import SECONDS, parse_amount
-from flagcore.errors import FlagError, SpecError, UsageError, join_errors
+from flagcore.errors import FlagError, NoDevice, SpecError, UsageError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.plugins import (
     LAUNCHERS,
@@ -159,11 +159,12 @@ def with_absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
     """Return a spec's data with absolute paths, so that a copy in another folder is equivalent."""
     resolved = deepcopy(dict(data))
     paths = list[tuple[str, ...]](PATHS)
-    for kind, job in kinds().items():
+    jobs = kinds()
+    for kind in jobs:
         work = resolved.get(kind)
         if work and work.get("command"):
             work["directory"] = str((base / (work.get("directory") or ".")).resolve())
-        paths += [(kind, *path) for path in job.paths] if work else []
+        paths += [(kind, *path) for path in jobs[kind].paths] if work else []
     for *sections, key in paths:
         section: Any = resolved
         for name in sections:
@@ -340,8 +341,13 @@ def _with_launcher(spec: Spec, any_number: bool) -> Spec:
     needs_launcher = not (cluster.hosts or cluster.groups) and (any_number or cluster.nodes > 1)
     if not needs_launcher or work.starts_itself:
         return spec
-    allocated = (name for name in names(LAUNCHERS) if launcher(name).has_allocation())
-    return replace(spec, launcher=next(allocated, spec.launcher))
+    for name in names(LAUNCHERS):
+        try:
+            if launcher(name).has_allocation():
+                return replace(spec, launcher=name)
+        except NoDevice as error:
+            warn([error])
+    return spec
 
 
 def _with_hosts(spec: Spec) -> Spec:

@@ -1,7 +1,9 @@
 """flag completion, devices, doctor, plugins and schema."""
 
 import json
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -29,10 +31,11 @@ def devices_command(form: str, without: tuple[str, ...]) -> None:
 @click.command("schema")
 def schema_command() -> None:
     """Print the JSON Schema of a spec, for editors and validators."""
-    from flagcore.plugins import engines
+    from flagcore.plugins import engines, usable
     from flagcore.spec.convert import json_schema
 
-    click.echo(json.dumps(json_schema(engines()), indent=2))
+    installed_engines = usable(engines(), lambda error: options.say(f"flag: {error}"))
+    click.echo(json.dumps(json_schema(installed_engines), indent=2))
 
 
 @click.command("doctor")
@@ -100,14 +103,19 @@ def _kit(command: str) -> Any:
 
     Raises UsageError with the extra to install if the kit is missing.
     """
-    from flagcore.plugins.entry_points import KIT, installed
+    from flagcore.loading.entry_points import installed, instance_of, load_checked
+    from flagcore.plugins.entry_points import KIT
 
+    points, package = installed(KIT).get(command), "flagcore_testing"
     try:
-        return installed(KIT)[command][0].load()
-    except (KeyError, ModuleNotFoundError) as error:
-        package = getattr(error, "name", "flagcore_testing")
-        install = 'pip install "flagcore[testing]"'
-        raise UsageError(_("{package} is not installed: run `{command}`", package=package, command=install)) from None
+        if points:
+            return load_checked("module of the conformance kit", points, partial(instance_of, ModuleType))
+    except NoDevice as error:
+        if not isinstance(error.__cause__, ModuleNotFoundError):
+            raise
+        package = error.__cause__.name or package
+    install = 'pip install "flagcore[testing]"'
+    raise UsageError(_("{package} is not installed: run `{command}`", package=package, command=install))
 
 
 @plugins_command.command("check")

@@ -8,9 +8,9 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from copy import copy
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from threading import active_count
 from types import FrameType
 from typing import Any, NoReturn
@@ -23,6 +23,8 @@ from flagcore.cli import options
 from flagcore.cli.options import say
 from flagcore.errors import FlagError, NoDevice
 from flagcore.i18n import LANGUAGES, N_, VARIABLE, _, choose, choose_by_locale, did_you_mean, language, wrapped
+from flagcore.loading.entry_points import installed, instance_of, load_checked
+from flagcore.loading.limits import end_despite_threads
 
 GROUPS = {
     N_("Start"): {"init": "specs", "import": "", "tune": "tune"},
@@ -49,9 +51,9 @@ SYNONYMS = {
 
 
 @cache
-def others() -> Mapping[str, EntryPoint]:
-    """Return the commands of other distributions by name, without `flagcore.plugins`, whose import is slow."""
-    return {point.name: point for point in entry_points(group="flagcore.commands") if point.name not in OWN}
+def others() -> Mapping[str, Sequence[EntryPoint]]:
+    """Return the commands of other distributions by name."""
+    return {name: points for name, points in installed("flagcore.commands").items() if name not in OWN}
 
 
 class Commands(options.Group):
@@ -75,9 +77,11 @@ class Commands(options.Group):
         if cmd_name not in others():
             return None
         try:
-            return translated(others()[cmd_name].load())
-        except ImportError as error:
-            raise NoDevice(_("the command {name} cannot be loaded: {reason}", name=cmd_name, reason=error)) from None
+            return translated(load_checked("command", others()[cmd_name], partial(instance_of, click.Command)))
+        except NoDevice:
+            if ctx.resilient_parsing:  # the completion of other commands goes on
+                return None
+            raise
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -121,8 +125,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a late Ctrl-C does not change the exit status
     if argv is None and active_count() > 1:  # a caller in this process goes on
-        from flagcore.plugins.limits import end_despite_threads  # importing the plugins is slow
-
         end_despite_threads(status)
     sys.exit(status)
 

@@ -19,7 +19,7 @@ import click
 from flagcore import api
 from flagcore.domain.secrets import redact_text
 from flagcore.domain.units import SECONDS, parse_amount
-from flagcore.errors import SpecError
+from flagcore.errors import NoDevice, SpecError
 from flagcore.i18n import N_, _, in_english, printable, wrapped
 
 if TYPE_CHECKING:
@@ -196,8 +196,14 @@ class Group(click.Group):
         self, ctx: click.Context, formatter: click.HelpFormatter, title: str, names: Sequence[str]
     ) -> None:
         """Write a section with the given commands, if there are any."""
-        commands = [(name, self.get_command(ctx, name)) for name in names]
-        if rows := [(name, self.summary(name, each)) for name, each in commands if each]:
+        rows = list[tuple[str, str]]()
+        for name in names:
+            try:
+                if command := self.get_command(ctx, name):
+                    rows.append((name, self.summary(name, command)))
+            except NoDevice as error:
+                rows.append((name, str(error)))
+        if rows:
             with formatter.section(title):
                 formatter.write_dl(rows)
 

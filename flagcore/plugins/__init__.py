@@ -4,6 +4,7 @@
 a `PluginFailure`. `find_engine`, `launcher`, `strategy`, `importer` and `watcher` return the object with a given name.
 """
 
+from flagcore.loading.entry_points import PluginFailure
 from flagcore.plugins.entry_points import (
     ENGINES,
     IMPORTERS,
@@ -11,6 +12,7 @@ from flagcore.plugins.entry_points import (
     STRATEGIES,
     WATCHERS,
     benchmark,
+    broken_parts,
     command_readers,
     engine_of,
     engines,
@@ -24,9 +26,9 @@ from flagcore.plugins.entry_points import (
     names,
     page_writer,
     strategy,
+    usable,
     watcher,
 )
 from flagcore.plugins.here import best_chip, target
 from flagcore.plugins.loaded import DISABLE_VARIABLE, GROUP, LoadedPlugins, load_plugins, with_overlay
 from flagcore.plugins.plugin import Plugin
-from flagcore.plugins.validation import PluginFailure

@@ -1,24 +1,16 @@
-"""Finds the entry points of installed distributions, and loads engines, launchers, strategies, importers and watchers.
-
-Entry points are read once for each state of the folders on the path, from one distribution after the other. stevedore's
-list is not used, because its cache may be stale for two minutes after an install, and because one unreadable
-distribution breaks the whole list.
-"""
+"""Names the groups of entry points, and loads engines, launchers, strategies, importers and watchers."""
 
 import logging
-import os
 import re
-import sys
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
-from functools import cache, cached_property, lru_cache, partial
-from importlib.metadata import Distribution, EntryPoint, distributions, requires, version
+from functools import cache, cached_property, partial
+from importlib.metadata import EntryPoint, distributions, requires
 from typing import Any, NoReturn, TypeVar, cast
 
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 from stevedore.named import NamedExtensionManager
 
 from flagcore.contracts import Engine, Importer, Launcher, PageWriter, Strategy, Watcher
@@ -26,106 +18,11 @@ from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import RunEvent
 from flagcore.domain.work import Work
 from flagcore.errors import FlagError, NoDevice, SpecError, UsageError
-from flagcore.plugins.limits import HOOK_SECONDS, MESSAGE_SECONDS, TooSlow, within
-from flagcore.plugins.validation import BadPlugin, PluginFailure, check_protocol
+from flagcore.loading import entry_points as loading
+from flagcore.loading.entry_points import installed, load_checked, name_of, origin, origins, subclass_of
+from flagcore.plugins.validation import check_protocol
 
 T = TypeVar("T")
-
-
-class Clash(BadPlugin):
-    """The error for several distributions that contain a plugin with the same name."""
-
-    stage = "discover"
-
-
-def installed(group: str, failures: list[PluginFailure] | None = None) -> dict[str, list[EntryPoint]]:
-    """Return the entry points in `group` by name. A name with several entry points is a clash (see `load_only`).
-
-    If several distributions have the same name, only the first one on the path is used. Distributions that cannot be
-    read are added to `failures`.
-    """
-    points: dict[str, list[EntryPoint]] = {}
-    distribution_names = set()
-    for distribution, text in _distributions(tuple((folder, _changed(folder)) for folder in sys.path)):
-        try:
-            if group not in (distribution.read_text("entry_points.txt") or "" if text is None else text):
-                continue
-            key = canonicalize_name(name_of(distribution))
-            if key in distribution_names:
-                continue
-            distribution_names.add(key)
-            for point in distribution.entry_points.select(group=group):
-                points.setdefault(point.name, []).append(point)
-        except Exception as error:
-            path = str(getattr(distribution, "_path", "?"))
-            if failures is not None:
-                failures.append(PluginFailure(name=path, stage="discover", reason=one_line(error)))
-    return points
-
-
-@lru_cache(maxsize=1)
-def _distributions(path: tuple[tuple[str, int], ...]) -> list[tuple[Distribution, str | None]]:
-    """Return the distributions on the path with the texts of their entry points; None if a text cannot be read.
-
-    `path`: the folders on the path, and when each has changed.
-    """
-    found: list[tuple[Distribution, str | None]] = []
-    for distribution in distributions():
-        text = None
-        with suppress(Exception):
-            text = distribution.read_text("entry_points.txt") or ""
-        if text is None or "flagcore" in text:
-            found.append((distribution, text))
-    return found
-
-
-def _changed(folder: str) -> int:
-    with suppress(OSError):
-        return os.stat(folder or ".").st_mtime_ns
-    return 0
-
-
-@lru_cache(maxsize=256)
-def name_of(distribution: Distribution) -> str:
-    """Return the name in the metadata of a distribution, which are parsed once."""
-    return distribution.metadata["Name"]
-
-
-@lru_cache(maxsize=256)
-def version_of(distribution: Distribution) -> str:
-    """Return the version in the metadata of a distribution, which are parsed once."""
-    return distribution.version
-
-
-def origin(point: EntryPoint) -> Distribution:
-    """Return the distribution that defines an entry point."""
-    assert point.dist is not None, "installed() reads entry points from distributions only"
-    return point.dist
-
-
-def origins(points: Iterable[EntryPoint]) -> str:
-    """Return the names of the distributions that define `points`, comma-separated."""
-    return ", ".join(sorted(name_of(origin(point)) for point in points))
-
-
-@lru_cache(maxsize=256)
-def _incompatible(distribution: Distribution) -> str | None:
-    """Return why `distribution` does not support this release of flagcore, or None. Reads its `Requires-Dist`."""
-    # Parsing a requirement is slow, so those of other distributions are skipped.
-    requirements = [each for each in distribution.requires or () if each.lower().startswith("flagcore")]
-    for requirement in map(Requirement, requirements):
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        own = version("flagcore")
-        if canonicalize_name(requirement.name) == "flagcore" and not requirement.specifier.contains(own, True):
-            return f"needs {requirement}, but this is flagcore {own}; install a version for this release"
-    return None
-
-
-@cache
-def _own_requirements() -> tuple[str, ...]:
-    """Return the requirements of flagcore itself."""
-    return tuple(requires("flagcore") or ())
 
 
 class _OneEntryPoint(NamedExtensionManager):  # type: ignore[misc]
@@ -140,63 +37,12 @@ class _OneEntryPoint(NamedExtensionManager):  # type: ignore[misc]
 
 
 def load_only(points: Sequence[EntryPoint]) -> object:
-    """Import the object of the only entry point in `points`, which all have the same name.
-
-    Raises Clash if there are several, BadPlugin if it needs another release of flagcore or its import does not end, and
-    any exception of the import itself.
-    """
-    point, *others = points
-    if others:
-        raise Clash(f"several distributions have this name: {origins(points)}; uninstall all but one")
-    if reason := _incompatible(origin(point)):
-        raise BadPlugin(reason)
-    if point in _TOO_SLOW:
-        raise _TOO_SLOW[point]
-    try:
-        with stdout_to_stderr():
-            (extension,) = within(HOOK_SECONDS, partial(_OneEntryPoint, point))
-    except TooSlow as error:
-        _TOO_SLOW[point] = error
-        raise
-    return extension.plugin
-
-
-_TOO_SLOW: dict[EntryPoint, TooSlow] = {}
-"""The entry points whose import did not end, with the error. A further import would wait for it."""
+    """Import the only entry point in `points` with stevedore. Raises what `flagcore.loading` raises."""
+    return loading.load_only(points, lambda point: _OneEntryPoint(point)[point.name].plugin)
 
 
 def _reraise(manager: Any, point: EntryPoint, error: Exception) -> NoReturn:
     raise error
-
-
-@contextmanager
-def stdout_to_stderr() -> Iterator[None]:
-    """Redirect stdout to stderr, including the output of native code, because stdout is reserved for results."""
-    copy = None
-    with suppress(OSError, ValueError, AttributeError):  # stdout or stderr may be closed
-        sys.stdout.flush()
-        copy = os.dup(1)
-        os.dup2(2, 1)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        if copy is not None:
-            os.dup2(copy, 1)
-            os.close(copy)
-
-
-def one_line(error: BaseException, limit: int = 400) -> str:
-    """Return the type and the message of `error` as one printable line."""
-    try:
-        message = " ".join(within(MESSAGE_SECONDS, partial(str, error)).split())
-    except Exception:
-        message = "(its message cannot be shown)"
-    text = "".join(letter for letter in message if letter.isprintable())
-    if isinstance(error, BadPlugin):
-        return text[:limit]
-    kind = type(error).__name__
-    return f"{kind}: {text}"[:limit] if text else kind
 
 
 @contextmanager
@@ -235,6 +81,10 @@ OVERLAYS = "flagcore.overlays"
 KINDS = {ENGINES: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
 KINDS |= {PAGES: "page writer", JOBS: "kind of job", OVERLAYS: "overlay"}
 """The noun that messages use for the objects of each entry point group."""
+_LOADED_ELSEWHERE = {"flagcore.commands": "command", "flagcore.models": "catalogue of models"}
+_LOADED_ELSEWHERE |= {"flagcore.mixers": "mixer", "flagcore.operators": "operator library"}
+_LOADED_ELSEWHERE |= {"flagcore.effective": "report of knobs", KIT: "module of the conformance kit"}
+"""The nouns for the groups whose objects other packages load, and check for their type."""
 
 
 def names(group: str) -> tuple[str, ...]:
@@ -273,7 +123,7 @@ class _Kinds(UserDict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if self.data[name] is None:
-            self.data[name] = _named(JOBS, type, name, "kind")
+            self.data[name] = _named(JOBS, Work, name, "kind", subclass_of)
         return self.data[name]
 
 
@@ -309,6 +159,45 @@ def command_readers() -> list[str]:
         with suppress(FlagError):
             unable |= set() if find_engine(name).commands else {name}
     return [name for name in names(ENGINES) if name not in unable]
+
+
+@cache
+def _own_requirements() -> tuple[str, ...]:
+    """Return the requirements of flagcore itself."""
+    return tuple(requires("flagcore") or ())
+
+
+def broken_parts() -> Iterator[tuple[str, str]]:
+    """Yield the distributions and the error of each entry point that cannot be used.
+
+    Plugins, engines and overlays are left out, because they have their own records, and watchers, because they may need
+    packages that only their users install.
+    """
+    checks: dict[str, Callable[[Any], object]] = {
+        LAUNCHERS: partial(check_protocol, Launcher),
+        STRATEGIES: partial(check_protocol, Strategy),
+        IMPORTERS: partial(check_protocol, Importer),
+        PAGES: partial(check_protocol, PageWriter),
+        JOBS: partial(subclass_of, Work),
+        **dict.fromkeys(_LOADED_ELSEWHERE, bool),
+    }
+    for group, check in checks.items():
+        for points in installed(group).values():
+            try:
+                load_checked({**KINDS, **_LOADED_ELSEWHERE}[group], points, check, load_only)
+            except NoDevice as error:
+                yield origins(points), str(error)
+
+
+def usable(parts: MutableMapping[str, T], warn: Callable[[str], object]) -> MutableMapping[str, T]:
+    """Remove the engines or kinds of jobs that cannot be loaded from `parts`. `warn`: called with each error."""
+    for name in list(parts):
+        try:
+            parts[name]
+        except FlagError as error:
+            warn(str(error))
+            del parts[name]
+    return parts
 
 
 def engines(spec: Mapping[str, Any] | None = None) -> _Engines:
@@ -361,13 +250,16 @@ def importer(name: str | None = None) -> Importer:
     """
     if name is not None:
         return _named(IMPORTERS, Importer, name, "importer")
-    importers = list[Importer]()
+    importers, broken = list[Importer](), list[str]()
     for each in names(IMPORTERS):
-        with suppress(FlagError):
+        try:
             importers.append(importer(each))
+        except FlagError as error:
+            broken.append(f"; {error}")
     importers = [each for each in importers if each.has_trees]
     if not importers:
-        raise UsageError("no importer of another tuner's config is installed; install an extra that has one")
+        text = "no importer of another tuner's config is installed; install an extra that has one"
+        raise UsageError(text + "".join(broken))
     if len(importers) > 1:
         listed = ", ".join(each.name for each in importers)
         raise UsageError(f"several importers of configs are installed: {listed}")
@@ -375,15 +267,14 @@ def importer(name: str | None = None) -> Importer:
 
 
 def page_writer() -> PageWriter:
-    """Return what writes the page of a run. Raises NoDevice if it is missing or cannot be loaded."""
+    """Return the first page writer that can be loaded. Raises NoDevice if there is none."""
+    failure = NoDevice("the page of a run cannot be written; install flagcore-page")
     for name in names(PAGES):
-        return _named(PAGES, PageWriter, name, PAGES)
-    raise NoDevice("the page of a run cannot be written; install flagcore-page")
-
-
-def overlay() -> Callable[..., Any] | None:
-    """Return the class of the first overlay, or None if none is installed. Raises NoDevice if it cannot be loaded."""
-    return next((_named(OVERLAYS, type, name, OVERLAYS) for name in names(OVERLAYS)), None)
+        try:
+            return _named(PAGES, PageWriter, name, PAGES)
+        except NoDevice as error:
+            failure = error
+    raise failure
 
 
 def watcher(name: str) -> Callable[[RunEvent], object]:
@@ -391,8 +282,10 @@ def watcher(name: str) -> Callable[[RunEvent], object]:
     return _named(WATCHERS, Watcher, name, "--watch").on_event
 
 
-def _named(group: str, protocol: Callable[..., T], name: str, key: str) -> T:
-    """Return `name` in `group`, of `protocol`, or a class if that is `type`. Raises SpecError, NoDevice."""
+def _named(
+    group: str, protocol: Callable[..., T], name: str, key: str, check: Callable[[Any, object], Any] = check_protocol
+) -> T:
+    """Return `name` in `group`, for which `check` accepts `protocol`. Raises SpecError, NoDevice."""
     points, kind = installed(group), KINDS[group]
     if name not in points:
         similar = get_close_matches(name, points, n=3)
@@ -400,11 +293,4 @@ def _named(group: str, protocol: Callable[..., T], name: str, key: str) -> T:
         fix = f"did you mean {' or '.join(similar)}?" if similar else f"installed: {installed_names}"
         fix = missing_extra(group, name) or fix
         raise SpecError(key=key, value=name, problem=f"is not an installed {kind}", fix=fix)
-    try:
-        found = load_only(points[name])
-        return cast(T, found if protocol is type else within(HOOK_SECONDS, partial(check_protocol, protocol, found)))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        distributions = origins(points[name])
-        raise NoDevice(f"the {kind} {name} (from {distributions}) cannot be used: {one_line(error)}") from error
+    return cast(T, load_checked(kind, points[name], partial(check, protocol), load_only))

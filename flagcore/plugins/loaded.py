@@ -23,23 +23,20 @@ from flagcore.domain.cluster import Cluster, NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport, TaskAdvice, Unmodelled, has_common_library
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import Task
+from flagcore.loading.entry_points import (
+    PluginFailure,
+    installed,
+    one_line,
+    origins,
+    stdout_to_stderr,
+    subclass_of,
+)
+from flagcore.loading.limits import HOOK_SECONDS, SLOW_HOOK_SECONDS, BadPlugin, TooSlow, within
 from flagcore.physics.collective_costs import Collectives, between_groups, topology_of
 from flagcore.physics.roofline import CollectiveCostStack, KernelCostStack, PlainMemory, Roofline, with_slowdown
 from flagcore.plugins import validation
-from flagcore.plugins.entry_points import (
-    capture_warnings,
-    installed,
-    kind_of,
-    kinds,
-    load_only,
-    one_line,
-    origins,
-    overlay,
-    stdout_to_stderr,
-)
-from flagcore.plugins.limits import HOOK_SECONDS, SLOW_HOOK_SECONDS, TooSlow, within
+from flagcore.plugins.entry_points import OVERLAYS, capture_warnings, kind_of, kinds, load_only
 from flagcore.plugins.plugin import HOOKS_WITH_OBJECTS, SLOW_HOOKS, SLOW_SECONDS, Plugin, PluginProxy, make_plugin
-from flagcore.plugins.validation import BadPlugin, PluginFailure
 
 LOG = logging.getLogger(__name__)
 UNMEASURED_RUN_SLOWDOWN = 1.15
@@ -351,10 +348,20 @@ class LoadedPlugins:
 def with_overlay(loaded: LoadedPlugins, warn: Callable[[str], object]) -> LoadedPlugins:
     """Return the plugins with what an installed overlay adds, such as the user's calibrations.
 
-    An overlay is a subclass of LoadedPlugins. `warn`: called with its warnings.
+    An overlay is a subclass of LoadedPlugins. The first one that can be used is, and those before it are failures of
+    the result. `warn`: called with its warnings.
     """
-    kind = overlay()
-    return kind([*loaded.plugins, *loaded.failures], warn) if kind else loaded
+    found: list[Plugin | PluginFailure] = [*loaded.plugins, *loaded.failures]
+    for name, points in sorted(installed(OVERLAYS).items()):
+        try:
+            kind: Callable[..., LoadedPlugins] = subclass_of(LoadedPlugins, load_only(points))
+            return within(HOOK_SECONDS, partial(kind, found, warn))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            reason = one_line(error)
+            found.append(PluginFailure(name=name, distribution=origins(points), stage="load", reason=reason))
+    return LoadedPlugins(found) if len(found) > len(loaded.plugins) + len(loaded.failures) else loaded
 
 
 def load_plugins(disabled: Collection[str] = ()) -> LoadedPlugins:

@@ -18,9 +18,8 @@ import pluggy
 from flagcore import hooks
 from flagcore.domain.space import FloatArray
 from flagcore.errors import NoDevice
-from flagcore.plugins.entry_points import name_of, one_line, origin, stdout_to_stderr, version_of
-from flagcore.plugins.limits import HOOK_SECONDS, SAMPLE_SECONDS, within
-from flagcore.plugins.validation import BadPlugin
+from flagcore.loading.entry_points import name_of, one_line, origin, stdout_to_stderr, version_of
+from flagcore.loading.limits import HOOK_SECONDS, SAMPLE_SECONDS, BadPlugin, within
 
 SLOW_SECONDS = 5.0
 """The user is warned if a hook takes longer than this, unless it is one of SLOW_HOOKS."""

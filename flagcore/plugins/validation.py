@@ -6,7 +6,6 @@ called with arrays of two elements. Invalid results raise BadPlugin.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, cast, get_type_hints
 
@@ -17,36 +16,12 @@ from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts, Mem
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import TaskAdvice
 from flagcore.domain.knob import Knob
+from flagcore.loading.entry_points import short_repr, with_methods
+from flagcore.loading.limits import BadPlugin
 from flagcore.physics.collective_costs import Collectives
 from flagcore.physics.collective_curves import KINDS, CollectiveTable
 
 T = TypeVar("T")
-
-
-class BadPlugin(Exception):
-    """The error of a plugin that does not implement the hooks correctly. `stage`: as in `PluginFailure`."""
-
-    stage = "check"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PluginFailure:
-    """The failure of a plugin or of one of its hooks.
-
-    `stage`: discover, load, check, ask (a hook raised an exception), answer (a hook returned an invalid result), or
-    disable.
-    `hook`: the name of the hook for ask and answer, else empty.
-    """
-
-    name: str
-    distribution: str = ""
-    stage: str
-    hook: str = ""
-    reason: str
-
-    def __str__(self) -> str:
-        origin = f" ({self.distribution})" if self.distribution else ""
-        return f"plugin {self.name}{origin}: {self.hook + ': ' if self.hook else ''}{self.reason}"
 
 
 def one(kind: type[T]) -> Callable[[object], T]:
@@ -170,7 +145,7 @@ def data(kind: Any, answer: object, name: str = "") -> Any:
             if found["type"] != "tuple_type" or not isinstance(found["input"], list):
                 path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"][1:])
                 message = found["msg"].replace("Input should be", "must be")
-                text = f"{name}{path} = {_short_repr(found['input'])}".lstrip(". =")
+                text = f"{name}{path} = {short_repr(found['input'])}".lstrip(". =")
                 raise BadPlugin(f"returned {text}: {message}") from None
     return answer
 
@@ -191,12 +166,8 @@ def check_protocol(protocol: Any, answer: object) -> Any:
         raise BadPlugin(f"returned the class {answer.__name__}; return an object of it")
     if not getattr(protocol, "_is_protocol", False) and not isinstance(answer, protocol):
         base = f"flagcore.contracts.{protocol.__name__}"
-        raise BadPlugin(f"returned {_short_repr(answer)}, whose class does not inherit {base}")
-    members = {name: member for base in protocol.__mro__[:-1] for name, member in vars(base).items()}
-    methods = [name for name, member in members.items() if not name.startswith("_") and callable(member)]
-    missing = [name for name in methods if not callable(getattr(answer, name, None))]
-    if missing:
-        raise BadPlugin(f"returned {_short_repr(answer)}, not a {protocol.__name__}: no method {', '.join(missing)}")
+        raise BadPlugin(f"returned {short_repr(answer)}, whose class does not inherit {base}")
+    with_methods(protocol, answer)
     for name, kind in get_type_hints(protocol).items():
         data(kind, getattr(answer, name, None), f"{type(answer).__name__}.{name}")
     return answer
@@ -207,10 +178,5 @@ def _check_two_numbers(method: Callable[..., object], *arguments: object) -> Non
     if found.shape != (2,) or bool((found < 0).any()):
         name = getattr(method, "__name__", "a method")
         raise BadPlugin(
-            f"returned an object whose {name} returns {_short_repr(found)} for two rows; it must return two numbers"
+            f"returned an object whose {name} returns {short_repr(found)} for two rows; it must return two numbers"
         )
-
-
-def _short_repr(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."

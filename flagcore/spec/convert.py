@@ -189,8 +189,12 @@ def json_schema(engines: Engines) -> dict[str, Any]:
     """Return the JSON Schema that specs for any of `engines` must satisfy, except those whose knobs a spec names."""
     fixed = [(name, each) for name, each in engines.items() if type(each).with_program is Engine.with_program]
     documents = list[Any]()
-    for kind, job in kinds_of(engines).items():
+    kinds = kinds_of(engines)
+    for kind in kinds:
         rows = tuple((name, each.knobs) for name, each in fixed if each.kind == kind)
+        if not rows:
+            continue
+        job = kinds[kind]
         several = [rows] if job.several_engines and len(rows) > 1 else []
         documents += [import_module(job.documents).document_for(each) for each in (*((row,) for row in rows), *several)]
     schema = TypeAdapter(reduce(or_, documents or [CommonSection])).json_schema()

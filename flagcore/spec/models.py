@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
-from importlib.metadata import entry_points
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -13,6 +12,7 @@ from pydantic import ValidatorFunctionWrapHandler, WrapValidator
 from flagcore.domain.model import Model
 from flagcore.errors import SpecError
 from flagcore.i18n import _
+from flagcore.loading.entry_points import installed, load_checked, with_methods
 from flagcore.spec.plain_data import plain, spec_error
 from flagcore.spec.shapes import Shape, model_of_shape
 from flagcore.spec.validate import Context, ModelPath, Section, checked, rule
@@ -39,9 +39,9 @@ class Catalogue(Protocol):
 
 @cache
 def catalogue() -> Catalogue:
-    """Return the catalogue of models. Raises SpecError if none is installed."""
-    for point in entry_points(group="flagcore.models", name="catalogue"):
-        found: Catalogue = point.load()
+    """Return the catalogue of models. Raises SpecError if none is installed, NoDevice if it cannot be loaded."""
+    if points := installed("flagcore.models").get("catalogue"):
+        found: Catalogue = load_checked("catalogue of models", points, partial(with_methods, Catalogue))
         return found
     problem = "is not an inline shape, and no catalogue of models is installed"
     raise spec_error("", problem, fix="pip install flagcore-models")

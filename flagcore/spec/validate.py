@@ -328,10 +328,11 @@ def _keys_like(name: str, keys: list[str]) -> list[str]:
     """Return the keys that a name may mean: an alias, initials, the starts of their words, or similar letters."""
     if aliased := [key for key in keys if name.lower() in (*ALIASES.get(key, ()), *_initials(key))]:
         return aliased
-    words = "[a-z0-9]*_".join(map(re.escape, re.split("[-_]", name.lower())))  # dist-opt: use_distributed_optimizer
-    shortened = [key for key in keys if re.search(f"(^|_){words}", key)]
-    if len(shortened) == 1:
-        return shortened
+    words = "[a-z0-9]*_(model_)?".join(map(re.escape, re.split("[-_]", name.lower())))
+    for start in ("^", "(^|_)"):  # tensor_parallel: tensor_model_parallel_size; dist-opt: use_distributed_optimizer
+        shortened = [key for key in keys if re.search(start + words, key)]
+        if len(shortened) == 1:
+            return shortened
     cutoff = 0.6 if max(map(len, keys), default=0) > 4 else 1.0  # short keys such as p50 are all similar
     return difflib.get_close_matches(name, keys, n=1, cutoff=cutoff)
 

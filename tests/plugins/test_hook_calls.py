@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,9 +21,9 @@ from flagcore.domain.engine import EngineSupport, RefusedValues, TaskAdvice
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice
+from flagcore.loading.limits import TooSlow, within
 from flagcore.physics.roofline import PlainMemory, Roofline
 from flagcore.plugins import LoadedPlugins
-from flagcore.plugins.limits import within
 from tests.checks import given
 from tests.physics.test_roofline import LimitedCosts
 from tests.tasks import plugin
@@ -324,7 +325,7 @@ def test_an_answer_whose_check_does_not_end_is_given_up(
     monkeypatch: pytest.MonkeyPatch, hook: str, answer: object, words: str
 ) -> None:
     monkeypatch.setattr("flagcore.plugins.loaded.HOOK_SECONDS", 0.05)
-    monkeypatch.setattr("flagcore.plugins.entry_points.MESSAGE_SECONDS", 0.05)
+    monkeypatch.setattr("flagcore.loading.entry_points.MESSAGE_SECONDS", 0.05)
     hooked = raising(answer) if isinstance(answer, BaseException) else lambda: answer
     loaded = LoadedPlugins.of({"a": plugin(**{hook: hooked})})
     arguments = {"memory_model": (group_of(CHIP), "toy"), "environment": (CHIP, "toy")}.get(hook, ())
@@ -345,10 +346,26 @@ def leave_threads() -> None:
     ThreadPoolExecutor(1).submit(sleeping)
 
 
+def test_a_loop_that_exceeds_its_time_limit_ends() -> None:
+    rounds: list[int] = []
+
+    def loop() -> None:
+        while True:
+            rounds.append(1)
+            time.sleep(0.001)
+
+    with pytest.raises(TooSlow):
+        within(0.05, loop)
+    time.sleep(0.1)
+    count = len(rounds)
+    time.sleep(0.1)
+    assert len(rounds) == count
+
+
 def test_threads_that_a_hook_leaves_do_not_keep_the_process_alive() -> None:
     code = (
         "from tests.plugins.test_hook_calls import *\n"
-        "from flagcore.plugins import limits; from flagcore.cli import main\n"
+        "from flagcore.loading import limits; from flagcore.cli import main\n"
         "limits.EXIT_SECONDS = 0.1; within(9, leave_threads); sys.argv = ['flag', '--version']; main()"
     )
     assert subprocess.run((sys.executable, "-c", code), timeout=60, capture_output=True).returncode == 0

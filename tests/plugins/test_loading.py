@@ -78,11 +78,11 @@ def test_an_import_cannot_end_the_process(install: Install, source: str) -> None
 def test_an_import_that_does_not_end_is_given_up_and_not_tried_again(
     install: Install, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
-    monkeypatch.setattr("flagcore.plugins.entry_points.HOOK_SECONDS", 0.3)
+    monkeypatch.setattr("flagcore.loading.entry_points.LOAD_SECONDS", 0.3)
     name = f"endless_{len(source)}"
     install("flagcore-endless", {"endless": name}, {name: f"from threading import Event\n{source}"})
     assert "did not end within 0.3 s" in failure(load_plugins(), "endless").reason
-    monkeypatch.setattr("flagcore.plugins.entry_points.HOOK_SECONDS", 60.0)
+    monkeypatch.setattr("flagcore.loading.entry_points.LOAD_SECONDS", 60.0)
     assert "did not end within 0.3 s" in failure(load_plugins(), "endless").reason
 
 

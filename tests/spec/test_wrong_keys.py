@@ -211,6 +211,7 @@ def test_a_key_under_another_tools_name_is_not_also_missing(called: str, key: st
     ("knob", "fix"),
     [
         ("tp", "did you mean tensor_model_parallel_size?"),
+        ("tensor_parallel", "did you mean tensor_model_parallel_size?"),
         ("acme_graph_levels", "did you mean acme_graph_level?"),
         ("zzz", "acme_graph_level"),
     ],

@@ -5,8 +5,7 @@ A family or kind of layers that is not known is read as far as its keys go, and 
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
-from functools import cache
-from importlib.metadata import entry_points
+from functools import cache, partial
 from typing import Any
 
 from pydantic import AliasChoices, AliasGenerator, BaseModel, ConfigDict
@@ -14,6 +13,7 @@ from pydantic import AliasChoices, AliasGenerator, BaseModel, ConfigDict
 from flagcore.domain.model import Layer, Mixer, Model
 from flagcore.domain.units import Layers, NoLayers, NoSize, Size
 from flagcore.errors import SpecError, join_errors
+from flagcore.loading.entry_points import installed, load_checked, subclass_of
 from flagcore.spec.plain_data import KeyPath, spec_error
 from flagcore.spec.shapes import check_model
 from flagcore.spec.validate import checked, located
@@ -359,7 +359,7 @@ def _is_plain(model: Model, layers: Sequence[Layer]) -> bool:
 def _mixer(name: str, keys: Mapping[str, Any]) -> Mixer:
     """Return the mixer `name` of MIXERS with the sizes that the keys of a config.json give. Raises SpecError."""
     table = MIXERS.get(name, {})
-    kind, sizes = mixers().get(table.get("class", name)), dict[str, int]()
+    kind, sizes = mixer_class(table.get("class", name)), dict[str, int]()
     if kind is None:
         problem = "has kinds of layers that no installed package describes"
         fix = "install the package with an entry point of this name"
@@ -378,9 +378,11 @@ def _mixer(name: str, keys: Mapping[str, Any]) -> Mixer:
 
 
 @cache
-def mixers() -> Mapping[str, type[Mixer]]:
-    """Return the kinds of mixers by the names of their entry points (group `flagcore.mixers`)."""
-    return {each.name: each.load() for each in entry_points(group="flagcore.mixers")}
+def mixer_class(name: str) -> type[Mixer] | None:
+    """Return the mixer with the entry point `name` (group `flagcore.mixers`), or None. Raises NoDevice if it cannot be
+    loaded."""
+    points = installed("flagcore.mixers").get(name)
+    return load_checked("mixer", points, partial(subclass_of, Mixer)) if points else None
 
 
 def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model:

@@ -129,6 +129,7 @@ def serve_task(task: Task, devices: int) -> Task:
         input_len=round(work.prompt_len.mean),
         output_len=round(work.answer_len.mean),
         lengths=requests,
+        longest=work.longest,
         distinct=work.prompts,
         num_prompts=len(requests),
         request_rate=math.inf,

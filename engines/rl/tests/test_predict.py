@@ -184,6 +184,13 @@ def test_what_is_not_predicted_is_refused(change: Mapping[str, Any], key: str) -
     assert raised.value.key == key
 
 
+def test_the_context_of_a_rollout_holds_the_longest_possible_sample() -> None:
+    lengths = {"prompt_len": {"mean": 100.0, "longest": 128}, "answer_len": {"mean": 500.0, "longest": 4096}}
+    rollout = {"engine": "vllm", "engine_args": {"max_model_len": 4223}}
+    with pytest.raises(SpecError, match="max_model_len must be at least 4224"):
+        api.estimate(spec(rollout=rollout, **lengths))
+
+
 def test_settings_of_roles_that_are_not_predicted_are_named() -> None:
     trainer = {"engine": "megatron", "settings": {"overlap_grad_reduce": True, "foo": 1}}
     rollout = {"engine": "vllm", "engine_args": {"bar": 1, "max_model_len": 2048}}

@@ -88,7 +88,8 @@ class Load:
     distribution: Annotated[str, OneOf(("uniform", "lognormal"))] = "uniform"
     """Distribution of the lengths: uniform, or lognormal with the means input_len and output_len, as in chats."""
     longest: int | None = None
-    """The longest of log-normal lengths in tokens. None means `MAX_LENGTH_RATIO` times the mean."""
+    """The longest of log-normal lengths in tokens. None means `MAX_LENGTH_RATIO` times the mean. With `lengths`, which
+    are samples: the longest possible request, prompt and answer."""
     lengths: tuple[tuple[int, int], ...] = ()
     """The lengths of the prompt and the answer of each request, in place of a distribution. Empty if unknown."""
     distinct: int = 0

@@ -7,16 +7,17 @@ Sources: sglang 0.5.23 `srt/arg_groups/` (fields, memory_hook, parallel_hook, ru
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 
 import numpy as np
-from flagcore_importers.programs import strip_dashes
-from flagcore_models.layers import attention_counts
+from flagcore_importers.programs import release, strip_dashes
+from flagcore_models.layers import attention_counts, state_bytes
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_serving.job import EngineArg
 from flagcore_serving.space import adapters, knobs
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
-from flagcore_serving.space.knobs import DRAFTED, EAGER, EXCHANGE, KV, SPECULATION, or_default
+from flagcore_serving.space.knobs import ASYNC, DRAFTED, EAGER, EXCHANGE, KV, SPECULATION, or_default
 from flagcore_serving.space.program import Program
 from flagcore_serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore_serving.space.weights import cache_bytes_per_token
@@ -38,6 +39,11 @@ two for states that it tracks (0.5.23 `kv_cache_configurator.py`)."""
 DRAFTED_TOKENS, NGRAM_TOKENS = 3, 12
 """SGLang's default numbers of drafted tokens: of models (5 for Llama, which is ignored here), and of n-grams (0.5.23
 `speculative_hook.py`)."""
+DRAFTS_AHEAD_SINCE = (0, 5, 11)
+"""The first release that plans the next batch ahead with drafts, too (`environ.py`: SGLANG_ENABLE_SPEC_V2)."""
+STATES_AHEAD_SINCE = (0, 5, 14)
+"""The first release that does so, too, if it caches prefixes of a model with states (`server_args.py`: auto is
+`extra_buffer`, and not `no_buffer` as in 0.5.13)."""
 _MIN_POOL = 4096
 _MEMORY_STEPS = (
     (20, 2048, 8, 8),
@@ -280,11 +286,23 @@ def settings(task: Task, columns: Columns) -> Settings:
         state_share=np.full(ranks.shape, ratio / (1.0 + ratio)),
         state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, STATE_SLOTS),
         drafted=_drafted(other_args, values),
+        ahead=_batches_ahead(task, other_args, values),
         **_tiers(other_args, values),
         **adapters.adapter_settings(
             task, values, other_args, slots=8, on_host=other_args.get("max-loaded-loras", math.inf)
         ),
     )
+
+
+def _batches_ahead(task: Task, other_args: Mapping[str, EngineArg], columns: Columns) -> FloatArray:
+    """Return how many batches each candidate plans ahead: one by default, but none with pipeline stages (0.5.23
+    `arg_groups/overrides.py`), and with drafts or cached states only in newer releases."""
+    number = release(PROGRAM.version(task.spec)) or (sys.maxsize,)
+    tracks = number >= STATES_AHEAD_SINCE or other_args.get("mamba-scheduler-strategy") == "extra_buffer"
+    is_on = (columns[ASYNC] != 0) & (columns[PP] <= 1)
+    is_on &= (columns[SPECULATION] == 0) | (number >= DRAFTS_AHEAD_SINCE)
+    is_on &= (columns[knobs.PREFIX] == 0) | tracks | (not state_bytes(task.spec.model))
+    return np.where(is_on, 1.0, 0.0)
 
 
 FILES = "file"

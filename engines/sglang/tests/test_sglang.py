@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_models.mixers.indexer import Indexer
 from flagcore_sglang.engine import ENGINE as ENGINE
 
@@ -76,6 +77,35 @@ def test_stages_compute_pieces_of_one_prompt_together_and_old_releases_wait_betw
     assert one["ttft_s"]["mean"] > 2.5 * four["ttft_s"]["mean"]
     old = predicted("0.5.5", pipeline_model_parallel_size=4)
     assert old["tpot_s"]["mean"] == pytest.approx(four["tpot_s"]["mean"] + 3 * 9e-3, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("version", "values", "ahead"),
+    [
+        ("0.5.6", {}, 1.0),
+        ("0.5.6", {"async_scheduling": False}, 0.0),
+        ("0.5.10", {"speculation": "NEXTN"}, 0.0),
+        ("0.5.11", {"speculation": "NEXTN"}, 1.0),
+        ("0.5.23", {"pipeline_model_parallel_size": 2}, 0.0),
+    ],
+)
+def test_a_batch_is_planned_ahead_by_default_but_not_with_stages(
+    version: str, values: dict[str, Any], ahead: float
+) -> None:
+    assert settings(cards(engine_version=version), **values).ahead.item() == ahead
+
+
+def test_cached_states_are_planned_ahead_in_newer_releases_only() -> None:
+    states = GatedDeltaNet(key_heads=2, value_heads=4, key_dim=8, value_dim=8, kernel=4)
+
+    def ahead(version: str, args: dict[str, Any], **values: bool) -> float:
+        task = cards(model=mixed(DENSE, states, 2), engine_version=version, engine_args=args)
+        return float(settings(task, **values).ahead.item())
+
+    assert ahead("0.5.13", {}, enable_prefix_caching=True) == 0.0
+    assert ahead("0.5.13", {}, enable_prefix_caching=False) == 1.0
+    assert ahead("0.5.13", {"mamba-scheduler-strategy": "extra_buffer"}, enable_prefix_caching=True) == 1.0
+    assert ahead("0.5.14", {}, enable_prefix_caching=True) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -395,8 +395,8 @@ def _configuration(read: Reading, given: Any, file: Path, notes: Notes) -> dict[
     """Return the keys of a configuration of DeepSpeed: a mapping, a stage, a file, or the name of a preset."""
     if isinstance(given, dict):
         return dict(flat(given))
-    if type(given) is int:
-        return {STAGE: given, DEVICE: read.given.get("deepspeed_config.offload_optimizer_device")}
+    if isinstance(given, int) and given:  # True: the stage is the default of accelerate's `DeepSpeedPlugin`
+        return {STAGE: 2 if given is True else given, DEVICE: read.value("offloaded_states")}
     if isinstance(given, str) and file.is_file():
         return dict(flat(read_config(given, str(read.directory), key="deepspeed")))
     if named := re.search(r"z(?:ero)?_?([0-3])", str(given)):

@@ -215,6 +215,22 @@ def test_a_configuration_says_model_layout_and_lengths(name: str, folder: Path) 
     assert found | {each: found[each] for each in baseline} == found | baseline
 
 
+@pytest.mark.parametrize(
+    ("options", "stage"),
+    [
+        ("--use_deepspeed --deepspeed_config_file ds.json", 2),
+        ("--use_deepspeed --zero_stage 3", 3),
+        ("--use_deepspeed", 2),
+    ],
+)
+def test_options_of_accelerate_for_deepspeed_give_its_stage(folder: Path, options: str, stage: int) -> None:
+    program = "trl/scripts/sft.py --model_name_or_path Qwen/Qwen3-4B --per_device_train_batch_size 2"
+    words = [f"accelerate launch --num_processes 4 {options} {program}"]
+    imported = read_command(None, words, chip="H100-SXM")
+    assert imported.data["auto_tuner"]["baseline"]["zero_stage"] == stage
+    assert not any("deepspeed" in note.key for note in imported.notes)
+
+
 def test_checkpoints_on_the_host_are_noted(folder: Path) -> None:
     (folder / "own.yaml").write_text(AXOLOTL + "gradient_checkpointing: offload\n")
     notes = {note.key: note for note in read_command(None, ["own.yaml"], chip="H100-SXM").notes}

@@ -35,6 +35,9 @@ MEMORY, CHUNKED, GRAPHS, THREADS = "gpu_memory_utilization", "enable_chunked_pre
 POLICY, IMAGES, OFFLOAD = "scheduling_policy", "limit_mm_per_prompt", "kv_offloading_size"
 ASYNC_BY_DEFAULT = (0, 14, 0)
 """The first release with asynchronous scheduling by default, except on CPU cores (vllm-project/vllm #27614)."""
+STAGES_AHEAD_SINCE = (0, 32, 0)
+"""The first release whose default runner plans ahead with pipeline stages, too: it keeps one batch more than stages in
+flight. 0.28 has this runner only for some models (`config/vllm.py`: max_concurrent_batches, use_v2_model_runner)."""
 SYNCHRONOUS_SECONDS = 956e-6
 """The host's seconds per iteration with synchronous scheduling, fitted to releases from 0.12 on (`engine.yaml`)."""
 NEED_DRAFT_MODEL = ("eagle", "eagle3", "draft_model")
@@ -105,6 +108,9 @@ class VllmProgram(Program):
             if key == PREFILL_CONTEXT and str(value) != "1":
                 problem = f"multiplies the {TP} x {PP} x {DP} devices of an instance, which is not predicted"
                 raise SpecError(key=key, value=value, problem=problem, fix="remove it, or set 1")
+            if key == "block-size" and str(value) == "0":  # the code of a knob that is not set
+                fix = "use a whole number from 1, or remove it"
+                raise SpecError(key=f"serve.engine_args.{name}", value=value, problem="is no size", fix=fix)
             if key == connectors.CONFIG:
                 connectors.check(value)
             found = _object(name, key, value) if key in objects else None
@@ -136,7 +142,7 @@ def _object(name: str, key: str, value: EngineArg) -> Mapping[str, object] | Non
         found = json.loads(text)
     if isinstance(found, Mapping):
         return found
-    if key in json_flags.KEYS and not re.fullmatch(r".*\$.*|\d*|None", text):
+    if key in json_flags.KEYS and (value == [] or not re.fullmatch(r".*\$.*|\d*|None", text)):
         problem, fix = "must be a JSON object", """write one such as '{"KEY": "VALUE"}'"""
         raise SpecError(key=f"serve.engine_args.{name}", value=value, problem=problem, fix=fix)
     return None
@@ -296,12 +302,21 @@ def settings(task: Task, columns: Columns) -> Settings:
         cache_bytes=cache_bytes,
         cache_element_bytes=np.where((values[KV] == 0) & is_wide, 4.0, PROGRAM.element_bytes(values)),
         offloaded=np.full(ranks.shape, PROGRAM.offloaded_bytes(task.spec)),
+        ahead=_batches_ahead(task, values),
         host_s=np.full(ranks.shape, np.nan) if hardware.on_cores else host_s,
         drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
         draft_host_s=np.select([values[SPECULATION] == each for each in ON_HOST], _draft_seconds(task), 0.0),
         **_tiers(task, other_args, values),
         **adapters.adapter_settings(task, values, other_args, slots=1, on_host=other_args.get("max-cpu-loras")),
     )
+
+
+def _batches_ahead(task: Task, values: Columns) -> FloatArray:
+    """Return how many batches each candidate plans ahead: one with asynchronous scheduling."""
+    is_on = np.where(values[ASYNC] > 0, values[ASYNC] == PROGRAM.code(ASYNC, "on"), is_async(task))
+    is_on &= ~np.isin(values[SPECULATION], ON_HOST) & (not Hardware.of(task).on_cores)
+    is_on &= (values[PP] <= 1) | (PROGRAM.release(task.spec) >= STAGES_AHEAD_SINCE)
+    return np.where(is_on, 1.0, 0.0)
 
 
 def _tiers(task: Task, other_args: Mapping[str, EngineArg], values: Columns) -> dict[str, FloatArray]:

@@ -285,6 +285,26 @@ def test_synchronous_scheduling_and_old_releases_are_predicted_with_the_host_tim
     assert rate("0.12.0", "off", 2) == rate("0.12.0", "on", 2)
 
 
+@pytest.mark.parametrize(
+    ("version", "values", "ahead"),
+    [
+        ("0.14.0", {}, 1.0),
+        ("0.13.0", {}, 0.0),
+        ("0.13.0", {"async_scheduling": "on"}, 1.0),
+        ("0.32.0", {"async_scheduling": "off"}, 0.0),
+        ("0.32.0", {"speculation": "ngram", "speculative_tokens": 3}, 0.0),
+        ("0.32.0", {"pipeline_model_parallel_size": 2}, 1.0),
+        ("0.28.0", {"pipeline_model_parallel_size": 2}, 0.0),
+    ],
+)
+def test_a_batch_is_planned_ahead_by_default_since_0_14(version: str, values: dict[str, Any], ahead: float) -> None:
+    assert settings(cards(engine_version=version), **values).ahead.item() == ahead
+
+
+def test_nothing_is_planned_ahead_on_cores() -> None:
+    assert settings(cores()).ahead.item() == 0.0
+
+
 def test_each_scheme_of_speculation_has_its_own_cost_and_acceptance() -> None:
     def found(scheme: str | None, *rates: float, **arguments: Any) -> dict[str, float]:
         loads = (replace(LOAD, acceptance=(("", rates),) if rates else ()),)
@@ -353,12 +373,14 @@ def test_from_0_15_each_attention_rank_accepts_requests() -> None:
         ("kv-transfer-config", '{"kv_connector": "OffloadingConnector", "kv_role": "both"}', ".kv_role"),
         ("kv_transfer_config.kv_role", "both", ".kv_role"),
         ("speculative-config", "ngram", ""),
+        ("speculative_config", [], ""),
+        ("block_size", 0, ""),
         ("speculative-config", '{"method": "ngrm", "num_speculative_tokens": 3}', ".method"),
         ("compilation-config", '{"cudagraph_moed": "FULL"}', ".cudagraph_moed"),
         ("compilation-config", '{"cudagraph_capture_sizes": [1, "a"]}', ".cudagraph_capture_sizes"),
     ],
 )
-def test_json_flags_that_vllm_rejects_are_rejected(flag: str, value: str, key: str) -> None:
+def test_flags_that_vllm_rejects_are_rejected(flag: str, value: object, key: str) -> None:
     name = f"serve.engine_args.{flag.partition('.')[0]}{key}"
     with pytest.raises(SpecError) as raised:
         figures(cards(engine_args={flag: value}))

@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from flagcore_megatron.importing.arguments import (
     shape,
     with_layers,
 )
-from flagcore_megatron.program.unmodelled import SETTINGS as MEGATRON
+from flagcore_megatron.program.unmodelled import knows
 from flagcore_megatron.space.knobs import SETTINGS
 from flagcore_megatron.space.stages import LAYOUT
 from flagcore_training.lengths import assumed_lengths
@@ -202,6 +201,10 @@ _READ_APART = {"pipeline_schedule", LAYOUT, "fp8_recipe"}
 _IN_NAME = re.compile(r"_(\d+)gpu_([a-z]+\d+\w*?)(?=_|$)")
 _DEFAULTS = {setting.name: setting.neutral is True for setting in SETTINGS if setting.name not in _READ_APART}
 """The settings that are read as they are, and the value that is their default: on or off."""
+_READ = {**TABLES["read"], "model": [*TABLES["read"]["model"], *TABLES["model_keys"]]}
+_USED = {f"{section}.{key}" for section, keys in _READ.items() for key in keys}
+_USED |= {f"{section}.{key}" for section in TABLES["with_settings"] for key in _DEFAULTS}
+"""The keys that a spec needs."""
 
 
 def translate(
@@ -233,31 +236,19 @@ def translate(
     if notes.problems:
         raise join_errors(notes.problems)
     tower = {key: each for key in ("vision_config",) if isinstance(each := model.get(key), Mapping)}
-    settings = _settings(sections, section, baseline)
-    if tower and "images_per_sequence" not in settings:
-        text = "is left out: set images_per_sequence, image_width and image_height, the images of a mean sequence"
-        notes.note("model.vision_config", text, "train.settings")
-    if layout := _layout(model.get(LAYOUT)):
-        settings[LAYOUT] = layout
-        text = "applies to all candidates: only pipelines that it fits are tried; remove it to search for others"
-        notes.note(f"model.{LAYOUT}", text, f"train.settings.{LAYOUT}")
+    settings = _settings(sections, section, baseline, notes)
     work = options(flags)
     work["settings"] = {**work.get("settings", {}), **settings}
     sizes = {key: flags.get(key) for key in ("seq_length", "global_batch_size")}
-    dataset = sections.get("dataset", {})
-    specs = dataset.get("offline_packing_specs") or dataset.get("packed_sequence_specs")  # until June 2026
-    if isinstance(specs, Mapping) and type(packed := specs.get("packed_sequence_size")) is int and packed > 0:
-        work["lengths"] = assumed_lengths(packed, PACKED, notes, offline=True)
     cluster, devices = _cluster(name, baseline, notes, chips)
-    data = {"engine": "megatron", **sizes, **work}
+    data = {"engine": "megatron", **sizes, **work, **_lengths(sections.get("dataset", {}), notes)}
     tuner: dict[str, Any] = {"baseline": baseline}
     if problem := baseline_problem(baseline, data, section, devices):
         notes.note("model", f"cannot run: {problem}; the rule of thumb is the baseline instead", "auto_tuner")
         tuner = {}
     if model.get("hf_model_id"):
         notes.note("model.hf_model_id", f"{model['hf_model_id']}: its sizes are in the config", "model")
-    steps = train.get("train_iters")
-    if steps:
+    if steps := train.get("train_iters"):
         notes.note("train.train_iters", f"dropped ({steps}): a trial has few steps; see auto_tuner.control", "train")
     _note_others(config, sections, notes, added)
     if notes.problems:
@@ -265,6 +256,15 @@ def translate(
     return {"model": with_layers(flags, section, tower), "cluster": cluster, "train": data, "auto_tuner": tuner}, tuple(
         notes.notes
     )
+
+
+def _lengths(dataset: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    """Return `train.lengths` for sequences that are packed before the job."""
+    specs = dataset.get("offline_packing_specs") or dataset.get("packed_sequence_specs")  # until June 2026
+    packed = specs.get("packed_sequence_size") if isinstance(specs, Mapping) else None
+    if type(packed) is not int or packed <= 0:
+        return {}
+    return {"lengths": assumed_lengths(packed, PACKED, notes, offline=True)}
 
 
 def _entries(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any]]:
@@ -275,11 +275,11 @@ def _entries(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]
     attention = dict(enumerate(TABLES["attention"], start=1))
     values["model.attention_backend"] = attention.get(backend, backend) if isinstance(backend, int) else backend
     groups = model.get("num_query_groups")
-    if not model.get("kv_lora_rank") and groups and groups != model.get("num_attention_heads"):
+    if not model.get("kv_lora_rank") and groups not in (None, 0, model.get("num_attention_heads")):
         values |= {"model.group_query_attention": True, "model.num_query_groups": groups}
     values["model.swiglu"] = bool(model.get("gated_linear_unit"))
     values["model.untie_embeddings_and_output_weights"] = not model.get("share_embeddings_and_output_weights", True)
-    parts = (model["num_layers"], model.get("pipeline_model_parallel_size") or 1, model.get(VIRTUAL))
+    parts = (model["num_layers"], model.get(SIZES[1]) or 1, model.get(VIRTUAL))
     numbers = [each for each in parts if type(each) is int and each > 0]
     if len(numbers) == 3 and numbers[2] > 1:
         values[f"model.{VIRTUAL_LAYERS}"] = math.ceil(numbers[0] / (numbers[1] * numbers[2]))
@@ -291,8 +291,8 @@ def _entries(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]
     values |= _precision(config.get("mixed_precision"))
     if peft := config.get("peft"):
         kind = str(peft.get("_target_")).rsplit(".", 1)[-1].lower()
-        names = {"peft_type": kind, "lora_dim": peft.get("dim"), "lora_target_modules": peft.get("target_modules")}
-        values |= {f"peft.{name}": value for name, value in names.items()}
+        values |= {"peft.peft_type": kind, "peft.lora_dim": peft.get("dim")}
+        values["peft.lora_target_modules"] = peft.get("target_modules")
     return list(values.items())
 
 
@@ -325,9 +325,22 @@ def _vocabulary(flags: Flags, model: Mapping[str, Any], tokenizer: Mapping[str, 
 
 
 def _settings(
-    sections: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any], baseline: Mapping[str, Any]
+    sections: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any], baseline: Mapping[str, Any], notes: Notes
 ) -> dict[str, Any]:
-    """Return the settings of megatron-core that have an effect."""
+    """Return the settings of megatron-core that have an effect, with the images and the layout of the pipeline."""
+    settings, given = _in_effect(_given(sections), model, baseline), sections["model"]
+    if isinstance(given.get("vision_config"), Mapping) and "images_per_sequence" not in settings:
+        text = "is left out: set images_per_sequence, image_width and image_height, the images of a mean sequence"
+        notes.note("model.vision_config", text, "train.settings")
+    if layout := _layout(given.get(LAYOUT)):
+        settings[LAYOUT] = layout
+        text = "applies to all candidates: only pipelines that it fits are tried; remove it to search for others"
+        notes.note(f"model.{LAYOUT}", text, f"train.settings.{LAYOUT}")
+    return settings
+
+
+def _given(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings that differ from their defaults. The last section with a setting counts."""
     found: dict[str, Any] = {}
     for section in TABLES["with_settings"]:
         for key, value in sections.get(section, {}).items():
@@ -337,9 +350,13 @@ def _settings(
     reduces_fp32 = sections.get("mixed_precision", {}).get(
         "grad_reduce_in_fp32", sections.get("ddp", {}).get("grad_reduce_in_fp32")
     )
-    if reduces_fp32 is False:
-        found["grad_reduce_in_bf16"] = True
-    without = {name for name, need in TABLES["needs"].items() if not _is_met(found.get(need["setting"]), need)}
+    return {**found, "grad_reduce_in_bf16": True} if reduces_fp32 is False else found
+
+
+def _in_effect(found: dict[str, Any], model: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings without those that do nothing in a job."""
+    without = {name for name, need in TABLES["needs"].items()
+               if not (value := found.get(need["setting"])) or value != need.get("is", value)}  # fmt: skip
     if not has_experts(model):
         without |= {name for name in found if name.startswith(("moe_", "expert_"))}
     if baseline.get("recompute_granularity") != "selective":
@@ -356,10 +373,6 @@ def _images(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         return {}
     sizes = dict(zip(("image_width", "image_height"), size, strict=True))
     return {"images_per_sequence": sections["dataset"].get("num_images", 1), **sizes}
-
-
-def _is_met(value: object, need: Mapping[str, Any]) -> bool:
-    return value == need["is"] if "is" in need else bool(value)
 
 
 def _layout(value: object) -> str:
@@ -405,21 +418,13 @@ def _note_others(
 
     Report an error for unused keys in `added`, because most of them are misspelt.
     """
-    used: dict[str, set[str]] = {section: {*TABLES["read"].get(section, ())} for section in TABLES["used"]}
-    used["model"] |= {*TABLES["model_keys"]}
-    for section in TABLES["with_settings"]:
-        used[section] |= _DEFAULTS.keys()
     for override in added:
-        section, *keys = override.split(".")
-        if section not in used or (
-            keys and keys[0] not in used[section] and (section, keys[0]) != ("train", "rampup_batch_size")
-        ):
+        if ".".join(override.split(".")[:2]) not in {*TABLES["used"], *_USED, "train.rampup_batch_size"}:
             fix = _("correct it, or write +{key}=VALUE", key=override)
             notes.report(override, _("is not in the config, and predictions do not use it"), fix=fix)
     for section, values in sections.items():
-        if keys := [
-            key for key, value in values.items() if key not in used[section] and value not in (None, False, [], {}, "")
-        ]:
+        off: tuple[Any, ...] = (None, False, [], {}, "")
+        if keys := [key for key, value in values.items() if f"{section}.{key}" not in _USED and value not in off]:
             notes.note(f"{section} ({', '.join(keys)})", "dropped: predictions do not use them")
     others = [key for key, value in config.items() if key not in sections and isinstance(value, Mapping) and value]
     notes.note(", ".join(others), "dropped: they do not describe the job's sizes")
@@ -430,7 +435,5 @@ def _note_others(
 def _is_known(key: str) -> bool:
     """Return whether a table has the name of a key, or the key is part of another model's configuration."""
     *sections, name = key.split(".")
-    read = chain.from_iterable(TABLES["read"].values())
-    listed = {*TABLES["known"].split(), *read, *TABLES["model_keys"], *TABLES["used"], *_DEFAULTS}
-    of_model = any(each.endswith("_config") for each in sections)
-    return of_model or name in listed or not MEGATRON.unclassed([name.replace("_", "-")])
+    listed = {*TABLES["known"].split(), *TABLES["used"], *(key.partition(".")[2] for key in _USED)}
+    return any(each.endswith("_config") for each in sections) or name in listed or knows(name)

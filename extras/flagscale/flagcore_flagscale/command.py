@@ -7,10 +7,11 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from flagcore_importers.dialect import flat
 from flagcore_megatron.space.knobs import SPACE_KNOBS
 
 from flagcore_flagscale.source import TABLES, Source
@@ -54,7 +55,8 @@ def take_entries(source: Source) -> list[Entry]:
                 previous = entries_by_name[name]
                 source.note(previous[0], f"dropped ({previous[1]}): {key} is used")
             entries_by_name[name] = (key, value)
-    return [entry for each in entries_by_name.values() for entry in _flatten(*each)]
+    entries = flat(dict(entries_by_name.values()))
+    return [(key, value) for key, value in entries if value != {} and not {*NOT_PASSED} & {*key.split(".")}]
 
 
 def _with_folders(system: Mapping[str, Any], exp_dir: object) -> dict[str, Any]:
@@ -67,16 +69,6 @@ def _with_folders(system: Mapping[str, Any], exp_dir: object) -> dict[str, Any]:
         paths = {name: os.path.join(exp_dir, folder) for name, folder in folders.items()} | given_folders
         result[section] = {**(values or {}), **{name: os.path.abspath(path) for name, path in paths.items()}}
     return result
-
-
-def _flatten(key: str, value: Any) -> Iterator[Entry]:
-    if key.rpartition(".")[2] in NOT_PASSED:
-        return
-    if isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from _flatten(f"{key}.{name}", each)
-    else:
-        yield key, value
 
 
 def command_words(entries: Iterable[Entry]) -> list[str]:

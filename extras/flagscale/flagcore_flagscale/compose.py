@@ -127,13 +127,7 @@ def _compose_error(error: Exception, directory: Path, name: str, overrides: Sequ
         problem, fix = "contains itself, by an anchor or by defaults that name one another", "remove the cycle"
         return spec_error("the tree", problem, fix=fix, file=file)
     if isinstance(error, MissingConfigException):
-        missing_file = error.missing_cfg_file or ""
-        if missing_file in ("", name):
-            fix = _suggestion(sorted(path.stem for path in directory.glob("*.yaml")), name) or _TOP_FILE
-            return spec_error("--config-name", f"is not a file in {directory}", value=name, fix=fix)
-        group, _, last = str(missing_file).rpartition("/")
-        fix = _suggestion(sorted(error.options or ()), last) or f"create the folder {group}, or remove it from defaults"
-        return spec_error("defaults", f"needs {missing_file}.yaml, which does not exist", fix=fix, file=file)
+        return _missing_error(error, directory, name, file)
     message = next(_lines(error), type(error).__name__)
     if isinstance(error, OverrideParseException):
         message = "" if "LexerNoViableAlt" in message else f": {message}"
@@ -147,6 +141,16 @@ def _compose_error(error: Exception, directory: Path, name: str, overrides: Sequ
     problem = f"cannot be composed: {next(_lines(cause), message)}"
     key = str(getattr(cause, "full_key", None) or "the tree")
     return spec_error(key, problem, fix="fix the tree or the overrides", file=file)
+
+
+def _missing_error(error: Any, directory: Path, name: str, file: str) -> SpecError:
+    missing_file = error.missing_cfg_file or ""
+    if missing_file in ("", name):
+        fix = _suggestion(sorted(path.stem for path in directory.glob("*.yaml")), name) or _TOP_FILE
+        return spec_error("--config-name", f"is not a file in {directory}", value=name, fix=fix)
+    group, _, last = str(missing_file).rpartition("/")
+    fix = _suggestion(sorted(error.options or ()), last) or f"create the folder {group}, or remove it from defaults"
+    return spec_error("defaults", f"needs {missing_file}.yaml, which does not exist", fix=fix, file=file)
 
 
 def _yaml_error(error: Any, directory: Path, file: str) -> SpecError:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,8 @@ def machines(source: Source) -> Machines:
         text = f"{visible} of {devices} are visible because of experiment.envs.{name}, so FlagScale uses these only"
         source.note(key, text, "cluster")
         devices, has_devices = visible, True
-    hostfile = source.take(f"{_RUNNER}.hostfile")
-    lines = _hosts(source, Path(str(hostfile)), nodes if has_nodes else None) if hostfile else ()
+    path = str(source.take(f"{_RUNNER}.hostfile") or "")
+    lines = _hosts(source, Path(path), nodes if has_nodes else None)
     slots, nodes = (lines[0].slots, len(lines)) if lines else (None, nodes)
     first_host = lines[0].host if len(lines) > 1 else "localhost"
     is_limited = bool(slots and has_devices and devices < slots)
@@ -78,10 +78,16 @@ def machines(source: Source) -> Machines:
         text = f"dropped: it has {slots} slots per host, but nproc_per_node and the visible devices allow {devices}"
         source.note(f"{_RUNNER}.hostfile", text, "cluster")
     if is_limited or not lines:
-        section: dict[str, Any] = {"chip": "auto", "nodes": nodes, "devices_per_node": devices}
+        section = {"chip": "auto", "nodes": nodes, "devices_per_node": devices}
         return Machines(section=section, nodes=nodes, devices=devices, first_host=first_host)
-    keys, text = f"{_RUNNER}.hostfile" + (", nproc_per_node" if slots else ""), "hosts and slots come from the file"
-    section, of_nodes = {"hostfile": str(Path(str(hostfile)).resolve())}, {} if slots else {"devices_per_node": devices}
+    section = _of_hostfile(source, path, lines, {} if slots else {"devices_per_node": devices})
+    return Machines(section=section, nodes=nodes, devices=slots or devices, first_host=first_host, lines=lines)
+
+
+def _of_hostfile(source: Source, path: str, lines: Sequence[HostLine], of_nodes: dict[str, int]) -> dict[str, Any]:
+    """Return the section `cluster` for a host file. `of_nodes`: the devices of each node, if it has no slots."""
+    keys, text = f"{_RUNNER}.hostfile" + ("" if of_nodes else ", nproc_per_node"), "hosts and slots come from the file"
+    section: dict[str, Any] = {"hostfile": str(Path(path).resolve())}
     kinds = list(dict.fromkeys(line.kind for line in lines))
     if len(kinds) == 1:
         section = {"chip": "auto", **section, **of_nodes}
@@ -90,18 +96,21 @@ def machines(source: Source) -> Machines:
         section["groups"] = [{"chip": kind, **of_nodes} for kind in kinds]
         text += ", and trials start by ssh; its types are the chips of groups"
     source.note(keys, text, "cluster")
-    return Machines(section=section, nodes=nodes, devices=slots or devices, first_host=first_host, lines=lines)
+    return section
 
 
 def _visible_devices(source: Source) -> tuple[str, int]:
     """Return the first variable that restricts the visible devices, and their number. The number is 0 if there is
     none."""
     envs = source.at("experiment.envs")
-    for name, value in envs.items() if isinstance(envs, dict) else ():
-        if name.endswith("_VISIBLE_DEVICES"):
-            listed = str(value) if type(value) is int or isinstance(value, str) else ""
-            return name, len([each for each in listed.split(",") if each.strip()])
-    return "", 0
+    name = _name_of_visible(envs) if isinstance(envs, dict) else ""
+    value = envs[name] if name else None
+    listed = str(value) if type(value) is int or isinstance(value, str) else ""
+    return name, len([each for each in listed.split(",") if each.strip()])
+
+
+def _name_of_visible(variables: Iterable[str]) -> str:
+    return next((name for name in variables if name.endswith("_VISIBLE_DEVICES")), "")
 
 
 def environment(source: Source, *, own_devices: bool) -> dict[str, str | int]:
@@ -133,7 +142,7 @@ def add_own_variables(source: Source, cluster: dict[str, Any], lines: Sequence[H
     of_hosts = _variables(source, "node_specific", {line.host for line in lines})
     for line in lines:
         visible = {**envs, **of_types.get(line.kind, {}), **of_hosts.get(line.host, {})}
-        name = next((name for name in visible if name.endswith("_VISIBLE_DEVICES")), "")
+        name = _name_of_visible(visible)
         count = len(str(visible.get(name)).split(","))
         if name and line.slots and count < line.slots:
             problem, fix = f"shows {count} of {line.slots} slots of {line.host}", f"write slots={count} in that line"
@@ -205,8 +214,10 @@ def _first_number(source: Source, key: str, default: int) -> int:
 
 
 def _hosts(source: Source, path: Path, nodes: int | None) -> Sequence[HostLine]:
-    """Return the lines of the host file, or an empty result if it does not list `nodes` hosts."""
+    """Return the lines of the host file, or an empty result if there is none or it does not list `nodes` hosts."""
     key, text = f"{_RUNNER}.hostfile", ""
+    if path == Path():
+        return ()
     try:
         lines = read_hosts(path, file=source.file) if path.is_file() else ()
     except SpecError as error:

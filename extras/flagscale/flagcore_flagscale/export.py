@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flagcore_importers.dialect import placed
 from flagcore_megatron.mixed.hetero import mixed
 from flagcore_megatron.space.knobs import SPACE_KNOBS
 from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL
@@ -112,7 +113,6 @@ def _train(job: ExportJob) -> dict[str, Any]:
     program = next((index for index, word in enumerate(argv) if word.endswith(".py")), None)
     if program is None:
         raise UsageError("--to flagscale needs a torchrun command, but train.command is a script")
-    sections: dict[str, dict[str, Any]] = {"system": {}, "model": {}, "data": {}}
     arguments = _arguments(argv[program + 1 :])
     if lacking := [f"--{name.replace('_', '-')}" for name in SIZES_OF_MODEL if name not in arguments]:
         raise UsageError(f"--to flagscale needs the model's arguments, but train.command lacks {', '.join(lacking)}")
@@ -128,14 +128,19 @@ def _train(job: ExportJob) -> dict[str, Any]:
         of_meshes = mixed(job.platform, job.candidate.as_dict())
         arguments |= {**_arguments(of_meshes.words), "pipeline_model_parallel_size": of_meshes.stages}
         arguments.pop(LAYOUT, None)
+    return _by_section(job, arguments)
+
+
+def _by_section(job: ExportJob, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments in the sections of FlagScale's configuration."""
+    sections: dict[str, dict[str, Any]] = {"system": {}, "model": {}, "data": {}}
     if hetero := {name: arguments.pop(name) for name in list(arguments) if "hetero" in name or name in OF_MESHES}:
-        hetero |= {name: [hetero[name]] for name in LISTS & hetero.keys() if not isinstance(hetero[name], list)}
+        hetero |= {name: _listed(hetero[name]) for name in LISTS & hetero.keys()}
         if hetero.get("hetero_current_device_type") == KIND:
             hetero["hetero_current_device_type"] = job.platform.setups[0].kind
         sections["system"]["hetero"] = hetero
     for name in [name for name in arguments if name.endswith("_per_stage_micro_batch")]:
-        rows = arguments[name] if isinstance(arguments[name], list) else [arguments[name]]
-        arguments[name] = [json.loads(str(row)) for row in rows]
+        arguments[name] = [json.loads(str(row)) for row in _listed(arguments[name])]
     for name, value in arguments.items():
         is_system = name in SYSTEM and name not in MODEL_KNOBS
         section = "system" if is_system else "data" if DATA_ARGUMENTS.match(name) else "model"
@@ -163,18 +168,11 @@ def _serve(job: ExportJob) -> list[dict[str, Any]]:
 def _arguments(words: Sequence[str]) -> dict[str, Any]:
     """Return the flags of a command, with underscores in their names. A switch is True, and several values are a
     list."""
-    arguments: dict[str, Any] = {}
-    name = ""
-    for word in words:
-        if word.startswith("--"):
-            flag, equals, value = word[2:].partition("=")
-            name = flag.replace("-", "_")
-            arguments[name] = _value(value) if equals else True
-        elif name:
-            earlier = arguments[name]
-            values = [] if earlier is True else earlier if isinstance(earlier, list) else [earlier]
-            arguments[name] = [*values, _value(word)] if values else _value(word)
-    return arguments
+    return {name: value for name, value, _start, _end in placed(words, _value)}
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _value(text: str) -> Any:

@@ -80,7 +80,7 @@ def hetero_of(source: Source, flags: Flags) -> Hetero | None:
         problem, fix = "is not the number of stages of all meshes", f"set it to {stages}"
         raise source.error(_key(flags, "pipeline_model_parallel_size", "train.system"), problem, value=wanted, fix=fix)
     layers, number = flags.get(LAYERS), flags.get("num_layers")
-    if layers is not None and not (_are_sizes(layers, least=0) and len(layers) == stages and sum(layers) == number):
+    if layers is not None and not (_are_sizes(layers, least=0) and (len(layers), sum(layers)) == (stages, number)):
         problem, fix = f"must be the layers of {stages} stages, {number} in all", "correct it, or leave it out"
         raise source.error(flags.key(LAYERS), problem, value=layers, fix=fix)
     recompute = tuple(_recompute_of(source, flags, sizes)) if flags.get("recompute_granularity") else ()
@@ -197,8 +197,7 @@ def mixed_baseline(hetero: Hetero, baseline: Mapping[str, Any], *, derived: bool
         kept = {name: each for name, each in baseline.items() if not (off and name in recompute)}
         return {**kept, **own, **off, **split}
     own_knobs = {*SIZES.values(), *recompute, "num_layers_per_virtual_pipeline_stage"}
-    parts = zip(_mesh_names(hetero), hetero.sizes, hetero.recompute or [""] * len(hetero.sizes), strict=True)
-    text = " + ".join(mesh_text(name, dict(zip(SIZES, sizes, strict=True)), words) for name, sizes, words in parts)
+    text = _meshes_text(hetero.types, hetero.sizes, hetero.recompute)
     return {MESHES: text, **{name: each for name, each in baseline.items() if name not in own_knobs}}
 
 
@@ -206,6 +205,8 @@ def meshes_problem(
     hetero: Hetero, batch: Any, samples: Any, cluster: Mapping[str, Any], lines: Sequence[HostLine]
 ) -> str:
     """Return why the meshes do not fit the global batch, the micro-batch or the cluster; empty if they fit."""
+    if "groups" not in cluster:
+        return ""
     first, *others = (sizes[3] for sizes in hetero.sizes)
     if not (type(batch) is int and type(samples) is int and samples > 0):
         return ""  # the rules of the spec report it
@@ -229,10 +230,12 @@ def _devices_of(group: Mapping[str, Any], kind: str, lines: Sequence[HostLine]) 
     return int(group.get("nodes", 0) * group.get("devices_per_node", 0)) or of_hosts
 
 
-def _mesh_names(hetero: Hetero) -> list[str]:
-    if len(set(hetero.types)) == 1:
-        return [f"{kind}#{number}" for number, kind in enumerate(hetero.types, start=1)]
-    return list(hetero.types)
+def _meshes_text(types: Sequence[str], sizes: Sequence[Sizes], recompute: Sequence[str] = ()) -> str:
+    """Return the value of the knob `meshes`."""
+    is_one = len(set(types)) == 1
+    names = [f"{kind}#{number}" for number, kind in enumerate(types, start=1)] if is_one else types
+    parts = zip(names, sizes, recompute or [""] * len(sizes), strict=True)
+    return " + ".join(mesh_text(name, dict(zip(SIZES, own, strict=True)), words) for name, own, words in parts)
 
 
 def fixed_settings(source: Source, flags: Flags, hetero: Hetero, mtp_layers: int) -> dict[str, Any]:
@@ -281,9 +284,8 @@ def meshes_of_space(
     if not isinstance(entries, list) or len(entries) != 5 * len(hetero.sizes) or set(map(str, entries)) == {"auto"}:
         return "auto"
     counts = hetero.devices
-    if len(groups := cluster.get("groups", ())) == len(counts):
-        pairs = zip(groups, hetero.groups, strict=True)
-        known = [_devices_of(group, kind, lines) for group, (kind, _) in pairs]
+    if len(groups := cluster["groups"]) == len(counts):
+        known = [_devices_of(group, kind, lines) for group, (kind, _) in zip(groups, hetero.groups, strict=True)]
         counts = known if all(known) else counts
     choices = [_sizes(entries[5 * place : 5 * place + 5], count) for place, count in enumerate(counts)]
     number = math.prod(map(len, choices))
@@ -291,13 +293,8 @@ def meshes_of_space(
         text = f"dropped: {number} meshes; the planner chooses from all that are legal"
         source.note(f"{SPACE}.{MESHES_KEY}", text, f"auto_tuner.space.{MESHES}")
         return "auto"
-    found = []
-    for sizes in product(*choices):
-        one = Hetero(sizes=sizes, types=hetero.types, recompute=())
-        if len({each[1] for each in sizes}) == 1 and len({each[2] == 1 for each in sizes}) == 1:
-            parts = zip(_mesh_names(one), sizes, strict=True)
-            found.append(" + ".join(mesh_text(name, dict(zip(SIZES, each, strict=True))) for name, each in parts))
-    return found or "auto"
+    alike = (sizes for sizes in product(*choices) if len({(each[1], each[2] == 1) for each in sizes}) == 1)
+    return [_meshes_text(hetero.types, sizes) for sizes in alike] or "auto"
 
 
 def _sizes(entries: Sequence[Any], devices: int) -> list[Sizes]:

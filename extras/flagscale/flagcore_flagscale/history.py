@@ -8,6 +8,7 @@ import codecs
 import csv
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,6 @@ FIGURES = ("elapsed_time", "max_mem", TRAIN_COLUMN, *SERVE_COLUMNS)
 EMPTY_CELLS = ("", "none", "nan", "null", "n/a", "na", "<na>")
 """Texts that mean an empty cell."""
 OUT_OF_MEMORY = "OOM"
-OUT_OF_MEMORY_ERRORS = ("out of memory", "outofmemory")
 MAX_EXACT = 2**53
 """Integers from this value on are not exact as floats."""
 MIB = 2**20
@@ -161,9 +161,8 @@ def _trial(
         duration_s=elapsed_s,
         reason=reason or "it has no value of the objective",
     )
-    is_out_of_memory = any(cells.get(name, "").upper() == OUT_OF_MEMORY for name in ("max_mem", TRAIN_COLUMN))
-    is_out_of_memory = is_out_of_memory or OUT_OF_MEMORY in text.split("|")
-    if is_out_of_memory or any(words in text.lower() for words in OUT_OF_MEMORY_ERRORS):
+    marks = [*text.split("|"), *(cells.get(name, "").upper() for name in ("max_mem", TRAIN_COLUMN))]
+    if OUT_OF_MEMORY in marks or re.search("out of memory|outofmemory", text, re.IGNORECASE):
         return replace(trial, state=TrialState.OUT_OF_MEMORY, reason=reason or "FlagScale: OOM")
     limit_s = task.spec.control.max_time_per_task or TIME_LIMITS["serve" if serves else "train"]
     is_cut = _value(cells.get("stopped_by_tuner", "")) is True or elapsed_s >= limit_s

@@ -168,8 +168,9 @@ def _spaces(source: Source, engines: list[str]) -> dict[str, dict[str, Any]]:
                 text = f"{value} is ignored by FlagScale; the section of {engine} is used"
             source.note(tree_key, text, spec_key)
             spaces[engine].setdefault(key, value)
+    known = frozenset[str]().union(*map(KNOBS.__getitem__, engines))
     for key in tree_space if len(engines) > 1 else ():
-        if not any(KNOB_NAMES.get(key, key) in KNOBS[engine] for engine in engines):
+        if KNOB_NAMES.get(key, key) not in known:
             source.note(f"{_TUNER}.space.{key}", "dropped: not a knob of these engines", "auto_tuner.space")
     for engine in engines:
         if not sections.get(engine):
@@ -260,13 +261,6 @@ _OF_ONE_SERVER = ("kv_transfer_config", "disaggregation_mode")
 """Arguments for a single server that only prefills or only decodes, without its counterpart."""
 _SIZES = {"tensor_parallel_size": TP, "tp": TP, "pipeline_parallel_size": PP, "pp": PP}
 _CONNECTOR, _DECODE_MEMORY = "P2pNcclConnector", 0.7
-_IGNORED = {
-    "prefill_address": "instances are placed on the hosts with room for them",
-    "decode_address": "instances are placed on the hosts with room for them",
-    "prefill_decode_strategy": "the router chooses the least busy instance",
-    "pd_proxy_port": "the router finds the instances by its command line",
-    "prefill_decode_log_dir": "logs are in the folder of the trial",
-}
 
 
 def _check_single_server(source: Source, item: Mapping[str, Any]) -> None:
@@ -298,23 +292,25 @@ def _convert_disaggregation(
         if space.pop(name, None) is not None:
             text = f"dropped: {_SWITCH} determines the layout"
             source.note(f"experiment.auto_tuner.space.{name}", text, f"auto_tuner.space.{PREFILL_DECODE}")
-    kinds = []
-    for kind in ("prefill", "decode"):
-        key = f"{_DEPLOY}.{kind}_num"
-        count = source.take(key)
-        if not isinstance(count, (int, type(None))) or isinstance(count, bool) or (count or 1) < 1 or count == 0:
-            raise source.error(key, "is not a number of instances", value=count, fix="use 1 or more")
-        layout = "".join(f"{name}{sizes[knob]}" for name, knob in (("tp", TP), ("pp", PP)) if sizes[knob] != 1)
-        kinds.append(f"{count or 1}x{layout or 'tp1'}")
+    layout = "".join(f"{name}{sizes[knob]}" for name, knob in (("tp", TP), ("pp", PP)) if sizes[knob] != 1)
+    kinds = [f"{_instances(source, kind)}x{layout or 'tp1'}" for kind in ("prefill", "decode")]
     space[PREFILL_DECODE], space[TRANSFER] = ["+".join(kinds)], [_CONNECTOR]
     source.note(_SWITCH, f"is {PREFILL_DECODE} = {space[PREFILL_DECODE][0]}", f"auto_tuner.space.{PREFILL_DECODE}")
     source.note(_SWITCH, f"moves caches by {_CONNECTOR}", f"auto_tuner.space.{TRANSFER}")
     memory = source.take(f"{_DEPLOY}.decode_gpu_memory_utilization") or _DECODE_MEMORY
     text = f"dropped ({memory}, of decoding instances): both kinds have the share of the space or of the engine"
     source.note(f"{_DEPLOY}.decode_gpu_memory_utilization", text, "auto_tuner.space.gpu_memory_utilization")
-    for name, reason in _IGNORED.items():
+    for name, reason in TABLES["dropped_of_disaggregation"].items():
         if (value := source.take(f"{_DEPLOY}.{name}")) is not None:
             source.note(f"{_DEPLOY}.{name}", f"dropped ({value}): {reason}", "serve")
+
+
+def _instances(source: Source, kind: str) -> int:
+    """Take the number of instances of a kind, by default 1. Raises SpecError."""
+    count = source.take(key := f"{_DEPLOY}.{kind}_num", 1)
+    if type(count) is not int or count < 1:
+        raise source.error(key, "is not a number of instances", value=count, fix="use 1 or more")
+    return count
 
 
 _SPEC_KEY = "serve.engine_args"
@@ -378,11 +374,10 @@ def _add_argument(
         source.note(tree_key, f"dropped ({value}): FlagScale has no name for it in {engine}", _SPEC_KEY)
         return
     spec_key = f"{_SPEC_KEY}.{engine_name}"
-    if engine_name == "ctx_size" and name != engine_name:
-        text = "the context of all slots together, as FlagScale passes it to llama.cpp; in vLLM it is per sequence"
-        source.note(tree_key, f"{engine_name}: {text}", spec_key)
-    elif engine_name != name:
-        source.note(tree_key, f"{engine} calls it {engine_name}", spec_key)
+    if engine_name != name:
+        of_slots = "the context of all slots together, as FlagScale passes it to llama.cpp; in vLLM it is per sequence"
+        text = f"ctx_size: {of_slots}" if engine_name == "ctx_size" else f"{engine} calls it {engine_name}"
+        source.note(tree_key, text, spec_key)
     if engine_name == "kv_cache_type" and engine == "llamacpp" and str(value).startswith("fp8"):
         source.note(tree_key, f"{value} becomes q8_0 for keys and values", spec_key)
         value = "q8_0"

@@ -1,6 +1,6 @@
 """Translates a training configuration: `train.system`, `train.model` and `train.data` contain Megatron's flags."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flagcore_importers.dialect import flat
@@ -9,8 +9,8 @@ from flagcore_megatron.space.knobs import SPACE_KNOBS
 from flagcore_megatron.space.meshes import MESHES, SPLIT
 
 from flagcore.domain.chip import Chip
-from flagcore_flagscale.command import MISSING, command_words, is_placeholder, take_command, take_entries
-from flagcore_flagscale.experiment import add_own_variables, control, machines
+from flagcore_flagscale.command import MISSING, Entry, command_words, is_placeholder, take_command, take_entries
+from flagcore_flagscale.experiment import Machines, add_own_variables, control, machines
 from flagcore_flagscale.hetero import (
     chip_names,
     fixed_settings,
@@ -21,7 +21,7 @@ from flagcore_flagscale.hetero import (
     meshes_problem,
     mixed_baseline,
 )
-from flagcore_flagscale.source import Source
+from flagcore_flagscale.source import TABLES, Source
 
 _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
 _MIB = 1 << 20
@@ -36,7 +36,7 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
     flags = Flags(source, entries, "train.model.{name}")
     _check_supported(source)
     hetero, found = hetero_of(source, flags), machines(source)
-    section, count = found.section, found.nodes * found.devices
+    section = found.section
     if hetero is not None:
         section = hetero_cluster(source, hetero, found, chip_names(source, hetero.types, all_chips()))
     add_own_variables(source, section, found.lines if "hostfile" in section else ())
@@ -49,14 +49,30 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
         source.note(key, "predictions are those of a plain decoder with attention", "model")
     baseline = baseline_of(flags, model, on_meshes=hetero is not None)
     if hetero is not None:
-        count = sum(hetero.devices)
         baseline = mixed_baseline(hetero, baseline, derived=is_tuned(source))
-    for name in (*baseline, *RECOMPUTE) if hetero is None else ():
-        if name != "micro_batch_size" and flags.has(name) and not flags.key(name).startswith("train.system."):
-            text = "FlagScale's tuner cannot change it outside of train.system; candidates replace it"
-            flags.note(name, text, "auto_tuner.baseline")
+    else:
+        _note_places(flags, baseline)
     text = "used in the baseline, with the parallel sizes of train.system"
     flags.note("micro_batch_size", text, "auto_tuner.baseline")
+    command = _command(source, entries, unresolved, found)
+    train = {"engine": "megatron", **sizes, **options(flags, on_meshes=hetero is not None), **command}
+    meshes, problem, devices = None, "", [found.nodes * found.devices]
+    if hetero is not None:
+        fixed = fixed_settings(source, flags, hetero, model.get("mtp_num_layers") or 0)
+        train["settings"] = {**train.get("settings", {}), **fixed}
+        meshes = meshes_of_space(source, hetero, section, baseline, found.lines)
+        batch, samples, devices = sizes["global_batch_size"], baseline["micro_batch_size"], hetero.devices
+        problem = meshes_problem(hetero, batch, samples, section, found.lines)
+    if not problem and MESHES not in baseline:
+        problem = baseline_problem(baseline, train, model, sum(devices))
+    tuner = _tuner(source, baseline, problem, meshes)
+    if found.nodes > 1 and "hostfile" in section and not source.at("experiment.runner.per_node_task"):
+        tuner["launcher"] = "ssh"
+    _set_memory(source, section)
+    return {"model": model, "cluster": section, "train": train, "auto_tuner": tuner}
+
+
+def _command(source: Source, entries: Sequence[Entry], unresolved: Sequence[str], found: Machines) -> dict[str, Any]:
     arguments = command_words([*entries, *((key, MISSING) for key in unresolved)])
     for key, value in entries:
         if is_placeholder(value):
@@ -65,23 +81,15 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
     if source.take("experiment.exp_dir") is not None:
         text = "of the job itself; trials write into --run-dir"
         source.note("experiment.exp_dir", f"checkpoints and logs {text}", "train.command")
-    train = {"engine": "megatron", **sizes, **options(flags, on_meshes=hetero is not None), **command}
-    meshes = None
-    if hetero is not None:
-        fixed = fixed_settings(source, flags, hetero, model.get("mtp_num_layers") or 0)
-        train["settings"] = {**train.get("settings", {}), **fixed}
-        meshes = meshes_of_space(source, hetero, section, baseline, found.lines)
-    problem = ""
-    if hetero is not None and "groups" in section:
-        batch, samples = sizes["global_batch_size"], baseline["micro_batch_size"]
-        problem = meshes_problem(hetero, batch, samples, section, found.lines)
-    if not problem and MESHES not in baseline:
-        problem = baseline_problem(baseline, train, model, count)
-    tuner = _tuner(source, baseline, problem, meshes)
-    if found.nodes > 1 and "hostfile" in section and not source.at("experiment.runner.per_node_task"):
-        tuner["launcher"] = "ssh"
-    _set_memory(source, section)
-    return {"model": model, "cluster": section, "train": train, "auto_tuner": tuner}
+    return command
+
+
+def _note_places(flags: Flags, baseline: Mapping[str, Any]) -> None:
+    """Note the knobs that FlagScale's tuner does not change, because they are not in `train.system`."""
+    for name in (*baseline, *RECOMPUTE):
+        if name != "micro_batch_size" and flags.has(name) and not flags.key(name).startswith("train.system."):
+            text = "FlagScale's tuner cannot change it outside of train.system; candidates replace it"
+            flags.note(name, text, "auto_tuner.baseline")
 
 
 def _tuner(source: Source, baseline: dict[str, Any], problem: str, meshes: list[str] | str | None) -> dict[str, Any]:
@@ -131,27 +139,28 @@ def _space(source: Source, knob_names: Any) -> dict[str, Any]:
             value = [each for each in value if each != 0]
             text = "0 is dropped: use_recompute switches recomputation off"
             source.note(tree_key, text, f"auto_tuner.space.{key}")
-        if key in knob_names and value not in (None, []):
-            space[key] = value
-        elif key.startswith("hetero_"):
-            text = "dropped: it is for meshes (enable_hetero), whose layers flagcore derives"
-            source.note(tree_key, text, "auto_tuner.space")
-        elif "_per_stage" in key:
-            source.note(tree_key, "dropped: all stages recompute alike", "auto_tuner.space")
-        elif key not in knob_names:
-            source.note(tree_key, "dropped: unknown to flagcore and to FlagScale", "auto_tuner.space")
+        if key in knob_names:
+            space |= {} if value in (None, []) else {key: value}
+        else:
+            kinds = (why for part, why in TABLES["dropped_of_space"].items() if part in key)
+            source.note(tree_key, f"dropped: {next(kinds)}", "auto_tuner.space")
+    missing = [key for key in knob_names if key not in space]
+    _note_space(source, space, missing)
+    return space
+
+
+def _note_space(source: Source, space: Mapping[str, Any], missing: Sequence[str]) -> None:
+    """Note where a space means other values in FlagScale. `missing`: its knobs without values."""
     virtual = space.get(SIZES[4])
     if isinstance(virtual, list) and not {0, None} & {each for each in virtual if type(each) is int or each is None}:
         text = "FlagScale tries only pipelines of more than two stages; flagcore also tries shorter ones without them"
         source.note(f"{_TUNER}.space.{SIZES[4]}", text, f"auto_tuner.space.{SIZES[4]}")
-    missing = [key for key in knob_names if key not in space]
     if missing:
         text = f"missing keys are auto, as in FlagScale: {', '.join(missing)}"
         source.note(f"{_TUNER}.space", text, "auto_tuner.space")
-    if any(value == "auto" for value in space.values()) or missing:
+    if "auto" in space.values() or missing:
         text = "auto means every legal value; FlagScale's auto includes illegal values"
         source.note(f"{_TUNER}.space", text, "auto_tuner.space")
-    return space
 
 
 def _objective(source: Source) -> str:

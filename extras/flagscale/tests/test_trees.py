@@ -164,7 +164,7 @@ def test_without_flagscale_or_with_a_value_that_is_missing_no_trial_starts(monke
     )
     spec = parse_spec(found.data, file="x", base=Path(), engines=ENGINES)
     with pytest.raises(SpecError) as caught:
-        start.ready(spec, {})
+        start.ready(spec)
     keys = {error.key for error in found.translate_error(caught.value).problems}
     assert keys == {"experiment.task.entrypoint", "train.data.data_path", "train.data.tokenizer.tokenizer_path"}
 
@@ -175,7 +175,7 @@ def test_a_job_of_several_nodes_starts_on_its_hosts_and_not_on_one(override: tup
     spec = parse_spec(found.data, file="x", base=Path(), engines=ENGINES)
     assert spec.on_each_host == starts
     with pytest.raises(SpecError) as caught:
-        start.ready(spec, {})  # FlagScale is not installed
+        start.ready(spec)  # FlagScale is not installed
     assert ("torchrun" in [error.value for error in caught.value.problems]) != starts
 
 

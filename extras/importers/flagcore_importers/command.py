@@ -13,11 +13,11 @@ import click
 
 from flagcore.cli import options
 from flagcore.cli.main import translated
-from flagcore.errors import FlagError
+from flagcore.errors import FlagError, NoDevice
 from flagcore.i18n import N_, _
 
 if TYPE_CHECKING:
-    from flagcore.contracts import ImportedSpec
+    from flagcore.contracts import Commands, ImportedSpec
 
 HISTORY = "-history"
 
@@ -60,10 +60,11 @@ class _Importers(options.Group):
 
     def summary(self, name: str, command: click.Command) -> str:
         """Return the summary of a command after the name of its tool or engine."""
-        from flagcore.plugins import IMPORTERS, importer, names
+        from flagcore.plugins import IMPORTERS, find_engine, importer, names
 
         tool = name.removesuffix(HISTORY)
-        return f"{importer(tool).title if tool in names(IMPORTERS) else name}: {super().summary(name, command)}"
+        title = importer(tool).title if tool in names(IMPORTERS) else find_engine(name).name
+        return f"{title}: {super().summary(name, command)}"
 
 
 @click.group("import", cls=_Importers)
@@ -127,6 +128,20 @@ def _convert(
     options.write_new(config, output)
 
 
+def _readers() -> dict[str, Commands]:
+    """Return the readers of the commands of engines. Engines that cannot be loaded are named on stderr."""
+    from flagcore.contracts import commands_of
+    from flagcore.plugins import command_readers, find_engine
+
+    found: dict[str, Commands] = {}
+    for name in command_readers():
+        try:
+            found[name] = commands_of(find_engine(name))
+        except NoDevice as error:
+            options.say(f"flag: {error}")
+    return found
+
+
 def read_command(
     engine: str | None, words: Sequence[str], *, model: str | None = None, chip: str | None = None, text: str = ""
 ) -> ImportedSpec:
@@ -144,7 +159,7 @@ def read_command(
     from flagcore.spec.models import absolute_model
     from flagcore_importers.reader import convert
 
-    engines = {name: commands_of(find_engine(name)) for name in ([engine] if engine else command_readers())}
+    engines = {engine: commands_of(find_engine(engine))} if engine else _readers()
     path = absolute_model(model, Path()) if model is not None else None
     spec = convert(engines, words, text, path, command_readers)
     if chip is not None:

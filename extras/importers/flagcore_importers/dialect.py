@@ -5,7 +5,7 @@ that no table knows is always named.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -193,11 +193,11 @@ def flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
-def placed(words: Sequence[str]) -> Iterator[tuple[str, Any, int, int]]:
+def placed(words: Sequence[str], read: Callable[[str], Any] = scalar) -> Iterator[tuple[str, Any, int, int]]:
     """Yield the name, the value, and the positions of the words of each option `--NAME VALUE` and word `NAME=VALUE`.
 
     The value of a word `~NAME`, which removes a setting, is None. An option without a value is on. One with several
-    values has a list; files after them are arguments.
+    values has a list; files and programs after them are arguments. `read` returns the value of a word.
     """
     place = 0
     while place < len(words):
@@ -207,12 +207,12 @@ def placed(words: Sequence[str]) -> Iterator[tuple[str, Any, int, int]]:
             while not equals and end < len(words) and not _is_new(words[end]):
                 end += 1
             values = [value] if equals else words[place + 1 : end]
-            found = [scalar(each) for each in values if not each.endswith(SUFFIXES)] or [*values[:1]]
+            found = [read(each) for each in values if not each.endswith((*SUFFIXES, ".py"))] or [*values[:1]]
             yield name_of(name), (found[0] if len(found) == 1 else found or True), place, end
         elif match := _REMOVED.fullmatch(words[place]):
             yield name_of(match[1]), None, place, end
         elif match := _OVERRIDE.fullmatch(words[place]):
-            yield name_of(match[2]), None if match[1] == "~" else scalar(match[3]), place, end
+            yield name_of(match[2]), None if match[1] == "~" else read(match[3]), place, end
         place = end
 
 

@@ -4,15 +4,19 @@ An operator is what a user can choose an implementation for. Calls are recorded 
 an operator of torch's dispatcher, such as `aten.mm.default`, or a function of torch that the library names.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
 from flagcore.errors import NoDevice
+from flagcore.loading.entry_points import installed, instance_of, load_checked
 
+LOG = logging.getLogger(__name__)
 GROUP = "flagcore.operators"
 
 
@@ -99,13 +103,22 @@ def read_choice(text: str) -> dict[str, str]:
 
 
 def libraries() -> list[OperatorLibrary]:
-    """Return all installed libraries."""
-    return [point.load() for point in sorted(entry_points(group=GROUP), key=lambda point: point.name)]
+    """Return all installed libraries. Warns of those that cannot be loaded."""
+    found = list[OperatorLibrary]()
+    for _name, points in sorted(installed(GROUP).items()):
+        try:
+            found.append(_load(points))
+        except NoDevice as error:
+            LOG.warning("%s", error)
+    return found
 
 
 def find_library(name: str) -> OperatorLibrary:
-    """Return the library `name`. Raises NoDevice if it is not installed."""
-    for point in entry_points(group=GROUP, name=name):
-        library: OperatorLibrary = point.load()
-        return library
+    """Return the library `name`. Raises NoDevice if it is not installed, or cannot be loaded."""
+    if points := installed(GROUP).get(name):
+        return _load(points)
     raise NoDevice(f"the operator library {name} is not installed")
+
+
+def _load(points: Sequence[EntryPoint]) -> OperatorLibrary:
+    return load_checked("operator library", points, partial(instance_of, OperatorLibrary))  # type: ignore[type-abstract]

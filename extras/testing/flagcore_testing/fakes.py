@@ -17,8 +17,9 @@ from flagcore_vendorkit import detection
 
 from flagcore.contracts import Telemetry
 from flagcore.domain.chip import Device
-from flagcore.plugins.entry_points import one_line
-from flagcore.plugins.validation import BadPlugin, several
+from flagcore.loading.entry_points import one_line
+from flagcore.loading.limits import BadPlugin
+from flagcore.plugins.validation import several
 from flagcore_testing.kit import Subject, once
 from flagcore_testing.package import Transcript
 

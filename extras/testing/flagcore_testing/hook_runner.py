@@ -30,12 +30,11 @@ from typing import IO, Any
 import numpy as np
 from flagcore_vendorkit import plugin as vendor_plugin  # noqa: F401 (as above)
 
+from flagcore.loading.entry_points import one_line
+from flagcore.loading.limits import THREAD, BadPlugin
 from flagcore.physics import roofline  # noqa: F401 (what plugins usually import is not their own time)
 from flagcore.physics.collective_costs import topology_of
 from flagcore.plugins import LoadedPlugins, Plugin, validation
-from flagcore.plugins.entry_points import one_line
-from flagcore.plugins.limits import THREAD
-from flagcore.plugins.validation import BadPlugin
 from flagcore_testing.examples import example_calls
 
 

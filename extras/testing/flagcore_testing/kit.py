@@ -22,8 +22,8 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
 from flagcore.errors import SpecError
+from flagcore.loading.entry_points import installed, one_line
 from flagcore.plugins import ENGINES, GROUP, LoadedPlugins, load_plugins, names, validation
-from flagcore.plugins.entry_points import installed, one_line
 from flagcore.spec.plain_data import parse_yaml
 from flagcore_testing.examples import task_on
 from flagcore_testing.package import Package, Transcript, read_installed, read_transcripts, source_of

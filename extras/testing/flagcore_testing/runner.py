@@ -23,7 +23,8 @@ from typing import Any
 from flagcore import plugins
 from flagcore.errors import UsageError
 from flagcore.i18n import _
-from flagcore.plugins.entry_points import installed, load_only, one_line, origin
+from flagcore.loading.entry_points import installed, one_line, origin
+from flagcore.plugins.entry_points import load_only
 from flagcore_testing.by_hand import facts_by_hand
 from flagcore_testing.kit import Subject, run
 from flagcore_testing.package import read_source

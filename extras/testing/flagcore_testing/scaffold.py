@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flagcore import __version__, plugins
 from flagcore.errors import UsageError
-from flagcore.plugins.entry_points import installed, origin
+from flagcore.loading.entry_points import installed, origin
 from flagcore_testing.package import joined_texts
 
 _NAME = (r"[a-z][a-z0-9_]*", "one word of lower-case letters, digits and '_' that begins with a letter")

@@ -282,9 +282,9 @@ def test_extensions_add_devices_to_a_torch_for_cpus(tmp_path: Path, monkeypatch:
     (tmp_path / "torch.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(unlisted_chips, "version", lambda name: "2.10.0+cpu")
-    monkeypatch.setattr(unlisted_chips, "entry_points", lambda group: [])
+    monkeypatch.setattr(unlisted_chips, "installed", lambda group: {})
     assert accelerator_report() is None
-    monkeypatch.setattr(unlisted_chips, "entry_points", lambda group: ["weird"])
+    monkeypatch.setattr(unlisted_chips, "installed", lambda group: {"weird": []})
     report = given(accelerator_report())
     assert report.kind == "weird"
 

@@ -32,7 +32,7 @@ from flagcore.domain.chip import (
 from flagcore.domain.spec import AUTO
 from flagcore.errors import FlagError, NoDevice, UsageError
 from flagcore.i18n import N_, _
-from flagcore.plugins.limits import TooSlow, within
+from flagcore.loading.limits import TooSlow, within
 from flagcore.spec.clusters import read_hosts
 
 IMPORT_SECONDS = 60.0
@@ -106,6 +106,7 @@ def doctor(*, measure: bool = True) -> list[dict[str, Any]]:
         if plugin["undetected"]:
             purpose = _("devices of plugin {name}", name=plugin["name"])
             records.append(_record(name, purpose, None, plugin["undetected"]))
+    records += [_record(name, _("extensions of flagcore"), None, error) for name, error in plugins.broken_parts()]
     return records
 
 

@@ -17,7 +17,7 @@ from flagcore.domain.secrets import redact_data, secrets_in_data
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import RUN_FINISHED, RUN_STARTED, TRIAL_FINISHED, TRIAL_STARTED, RunEvent
 from flagcore.i18n import N_, _
-from flagcore.plugins.entry_points import one_line
+from flagcore.loading.entry_points import one_line
 from flagcore.report.result import TrialResult
 
 MAX_SECONDS = 30.0

@@ -13,7 +13,7 @@ from flagcore_training.unmodelled import note_effects
 
 from flagcore.errors import join_errors
 from flagcore.spec.plain_data import Notes, package_yaml
-from flagcore_megatron.program.unmodelled import SETTINGS, is_on, knows, not_predicted
+from flagcore_megatron.program.unmodelled import is_on, knows, not_predicted
 from flagcore_megatron.space.split import SPLIT
 from flagcore_megatron.space.stages import PATTERN
 
@@ -29,7 +29,8 @@ class Flags:
 
     def __init__(self, source: Notes, entries: Iterable[tuple[str, Any]], usual_key: str = "--{flag}") -> None:
         self.source, self._usual_key = source, usual_key
-        self._arguments: dict[str, tuple[str, Any]] = {}
+        self.given: dict[str, tuple[str, Any]] = {}
+        """The key and the value of each flag."""
         self.empty: list[str] = []
         """Keys with nulls and empty mappings."""
         self.asked: set[str] = set()
@@ -38,27 +39,23 @@ class Flags:
             if value is None or value == {}:
                 self.empty.append(key)
                 continue
-            if previous := self._arguments.get(name := flag_name(key)):
+            if previous := self.given.get(name := flag_name(key)):
                 source.note(previous[0], f"dropped ({previous[1]}): {key} comes later")
-            self._arguments[name] = (key, value)
+            self.given[name] = (key, value)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of a flag, or `default` if it is missing."""
         self.asked.add(name)
-        return self._arguments.get(name, ("", default))[1]
+        return self.given.get(name, ("", default))[1]
 
     def has(self, name: str) -> bool:
         """Return whether the arguments contain a flag."""
-        return name in self._arguments
-
-    def names(self) -> list[str]:
-        """Return the names of all flags."""
-        return list(self._arguments)
+        return name in self.given
 
     def key(self, name: str) -> str:
         """Return the full key of a flag, or `usual_key` for a missing flag."""
         usual_key = self._usual_key.format(name=name, flag=name.replace("_", "-"))
-        return self._arguments.get(name, (usual_key, None))[0]
+        return self.given.get(name, (usual_key, None))[0]
 
     def note(self, name: str, text: str, at: str = "") -> None:
         """Add an import note about a flag."""
@@ -141,27 +138,27 @@ def _recompute(flags: Flags) -> dict[str, Any]:
 
 def baseline_problem(baseline: dict[str, Any], train: dict[str, Any], model: dict[str, Any], devices: int) -> str:
     """Return why the parallel sizes of a job do not fit its devices, batch or layers, or an empty string."""
-    tensor, stages, context = (baseline.get(key, 1) for key in SIZES[:3])
+    tensor, stages, context, expert_size = sizes = [baseline.get(key, 1) for key in SIZES[:4]]
     shape = (model["num_layers"], model["num_attention_heads"])
-    numbers = (tensor, stages, context, baseline["micro_batch_size"], train["global_batch_size"], *shape)
+    numbers = (*sizes, baseline["micro_batch_size"], train["global_batch_size"], *shape)
     if not all(type(each) is int and each > 0 for each in numbers):
         return ""  # the rules of the spec report such values
     if not devices or devices % (tensor * stages * context):
         return f"TP {tensor} x PP {stages} x CP {context} does not divide {devices} devices"
     if model["num_attention_heads"] % tensor:
         return f"TP {tensor} does not divide {model['num_attention_heads']} attention heads"
-    experts, expert_size = model.get("num_moe_experts"), baseline.get("expert_model_parallel_size", 1)
-    if type(experts) is int and type(expert_size) is int and expert_size > 0 and experts % expert_size:
+    experts = model.get("num_moe_experts")
+    if type(experts) is int and experts % expert_size:
         return f"EP {expert_size} does not divide {experts} experts"
-    if type(expert_size) is int and expert_size > 0 and devices % (expert_size * stages):
+    if devices % (expert_size * stages):
         return f"EP {expert_size} x PP {stages} does not divide {devices} devices"
     samples = devices // (tensor * stages * context) * baseline["micro_batch_size"]
     if train["global_batch_size"] % samples:
         return f"{samples} samples at once do not divide a global batch of {train['global_batch_size']}"
     settings = train.get("settings", {})
-    has_split = any(re.match("num_layers_in_|account_for_|.*layout", key) for key in settings)
-    has_split |= "|" in str(settings.get(PATTERN))
-    if model["num_layers"] % stages and not (has_split or baseline.get(SPLIT)):
+    has_split = any(map(re.compile("num_layers_in_|account_for_|.*layout").match, settings))
+    has_split |= "|" in str(settings.get(PATTERN)) or bool(baseline.get(SPLIT))
+    if model["num_layers"] % stages and not has_split:
         return f"{model['num_layers']} layers cannot be split evenly over {stages} stages"
     return ""
 
@@ -180,21 +177,24 @@ def options(flags: Flags, *, on_meshes: bool = False) -> dict[str, Any]:
     for key in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
         if (layers := flags.get(key)) is not None:
             flags.note(key, f"{layers} applies to all candidates: only pipelines that it fits are tried", "train")
-    asked = {*flags.asked}
-    names = (each for each in flags.names() if not (on_meshes and each.endswith("_per_stage_micro_batch")))
-    given = {name.replace("_", "-"): (flags.key(name), flags.get(name)) for name in names}
-    note_effects(not_predicted(given), flags.source)
-    off = [key for name, (key, value) in given.items() if not is_on(name, value)]
-    for key in (*off, *flags.empty):  # others are among the effects
-        name = flag_name(key)
-        if name not in asked and SETTINGS.unclassed([name.replace("_", "-")]) and not knows(name):
-            flags.source.note(key, "unknown to flagcore: not in the predictions", "train")
+    _note_unread(flags, on_meshes=on_meshes)
     dropouts = dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.1)  # Megatron's defaults
     settings: dict[str, Any] = {name: value for name, value in dropouts.items() if not flags.has(name)}
     kind, rank = flags.get("peft_type"), flags.get("lora_r", flags.get("lora_dim"))
     if kind is not None or rank is not None:
         result["adapter"] = adapter_section(str(kind), rank, flags.get("lora_target_modules"))
     return {**result, **({"settings": settings} if settings else {})}
+
+
+def _note_unread(flags: Flags, *, on_meshes: bool) -> None:
+    """Add notes on the flags that predictions do not include: their effects, and those that no table knows."""
+    others = "_per_stage_micro_batch" if on_meshes else "\0"
+    given = {name.replace("_", "-"): each for name, each in flags.given.items() if not name.endswith(others)}
+    note_effects(not_predicted(given), flags.source)
+    off = [key for name, (key, value) in given.items() if not is_on(name, value)]
+    for key in (*off, *flags.empty):  # others are among the effects
+        if (name := flag_name(key)) not in flags.asked and not knows(name):
+            flags.source.note(key, "unknown to flagcore: not in the predictions", "train")
 
 
 def _precision(flags: Flags) -> str:
@@ -226,8 +226,8 @@ def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
     Raises SpecError for a missing size or an unsupported pattern of layers.
     """
     section: dict[str, Any] = {key: value for key in TABLES["model"] if (value := flags.get(key)) is not None}
-    if pattern := pattern_of(flags):
-        section["num_layers"] = len(pattern[0])
+    if letters := pattern_of(flags)[0]:
+        section["num_layers"] = len(letters)
     problems = []
     if not {"num_layers", "hidden_size", "num_attention_heads"} & section.keys():
         problem, fix = "are not in the command: it reads them from a checkpoint, or is another program", "give --model"
@@ -252,16 +252,14 @@ PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Arguments with a letter for each layer, the first of which is that of newer releases."""
 
 
-def pattern_of(flags: Flags) -> tuple[str, int] | None:
-    """Return the letters of a hybrid model's layers, and its depths of multi-token prediction. None for other models.
+def pattern_of(flags: Flags) -> tuple[str, int]:
+    """Return the letters of a hybrid model's layers, and its depths of multi-token prediction. Others have none.
 
     A slash begins each depth, and bars are the borders of pipeline stages (megatron-core 0.20
     `hybrid_layer_allocation.py`).
     """
-    name = next((each for each in PATTERNS if isinstance(flags.get(each), str)), None)
-    if name is None:
-        return None
-    letters, *depths = flags.get(name).split("/")
+    text = next((value for name in PATTERNS if isinstance(value := flags.get(name), str)), "")
+    letters, *depths = text.split("/")
     return letters.replace("|", ""), len(depths)
 
 
@@ -270,29 +268,15 @@ def with_layers(flags: Flags, section: dict[str, Any], others: Mapping[str, Any]
 
     `others`: keys of parts other than the layers. Other models keep their shape `section`.
     """
-    pattern, layers = pattern_of(flags), section["num_layers"]
-    variant, window = str(flags.get("experimental_attention_variant") or ""), flags.get("window_size")
-    keys: dict[str, Any] = {**(others or {})}
-    if pattern:
-        keys["hybrid_override_pattern"] = pattern[0]
-        section = {**section, **({"mtp_num_layers": pattern[1]} if pattern[1] else {})}
-    if pattern and "M" in pattern[0]:
-        keys |= _sizes(flags, "mamba")
-        keys["mamba_num_heads"] = keys["mamba_num_heads"] or 2 * section["hidden_size"] // keys["mamba_head_dim"]
-    if variant == "gdn2":
-        flags.note("experimental_attention_variant", "gdn2 is predicted as gdn", "model")
-    if variant in ("gdn", "gdn2", "gated_delta_net") or (pattern and "G" in pattern[0]):
-        keys |= _sizes(flags, "linear")
-        if not pattern:
-            kinds = _alternating(flags.get("linear_attention_freq"), layers)
-            keys["layer_types"] = ["linear_attention" if each else "full_attention" for each in kinds]
-    if variant == "dsa" or (pattern and "D" in pattern[0]):
-        keys |= _sizes(flags, "sparse")
+    (letters, depths), window = pattern_of(flags), flags.get("window_size")
+    keys: dict[str, Any] = {**(others or {}), **({"hybrid_override_pattern": letters} if letters else {})}
+    section = {**section, "mtp_num_layers": depths} if depths else section
+    keys |= _mixers(flags, section, letters)
     if window is not None:
         size = re.match(r"\D*(\d+)", str(window))
-        kinds = _alternating(flags.get("window_attn_skip_freq", 1), layers)
         keys["sliding_window"] = int(size[1]) if size else None
-        keys["layer_types"] = ["sliding_attention" if each else "full_attention" for each in kinds]
+        frequency = flags.get("window_attn_skip_freq", 1)
+        keys["layer_types"] = _alternating(frequency, section["num_layers"], "sliding_attention")
     keys |= {key: value for key in ("moe_latent_size", "attention_output_gate") if (value := flags.get(key))}
     if not keys:
         return section
@@ -303,19 +287,40 @@ def with_layers(flags: Flags, section: dict[str, Any], others: Mapping[str, Any]
     return {"model_type": "hybrid", **plain, "tie_word_embeddings": not untied, **keys}
 
 
+def _mixers(flags: Flags, section: Mapping[str, Any], letters: str) -> dict[str, Any]:
+    """Return the keys of layers with state spaces, linear attention or sparse attention."""
+    variant, keys = str(flags.get("experimental_attention_variant") or ""), dict[str, Any]()
+    if "M" in letters:
+        keys |= _sizes(flags, "mamba")
+        keys["mamba_num_heads"] = keys["mamba_num_heads"] or 2 * section["hidden_size"] // keys["mamba_head_dim"]
+    if variant == "gdn2":
+        flags.note("experimental_attention_variant", "gdn2 is predicted as gdn", "model")
+    if variant in ("gdn", "gdn2", "gated_delta_net") or "G" in letters:
+        keys |= _sizes(flags, "linear")
+        if not letters:
+            frequency = flags.get("linear_attention_freq")
+            keys["layer_types"] = _alternating(frequency, section["num_layers"], "linear_attention")
+    if variant == "dsa" or "D" in letters:
+        keys |= _sizes(flags, "sparse")
+    return keys
+
+
 def _sizes(flags: Flags, table: str) -> dict[str, Any]:
     return {key: flags.get(name, default) for name, (key, default) in TABLES[table].items()}
 
 
-def _alternating(frequency: object, layers: int) -> list[int]:
-    """Return 0 for each layer with full attention and 1 for each other layer.
+def _alternating(frequency: object, layers: int, kind: str) -> list[str]:
+    """Return the kind of each layer: `full_attention`, or `kind`.
 
-    A frequency N means full attention in each N-th layer, 1 in all others if it is 1; a list has a number per layer.
+    A frequency N means full attention in each N-th layer, and in none if it is 1; a list has 1 for each layer of
+    `kind`.
     """
     if isinstance(frequency, int) or str(frequency).strip().isdecimal():
         number = int(str(frequency))
-        return [0 if number > 1 and (layer + 1) % number == 0 else 1 for layer in range(layers)]
-    return [int(each) for each in _pattern(frequency, layers)] or [1] * layers
+        is_own = [number <= 1 or (layer + 1) % number != 0 for layer in range(layers)]
+    else:
+        is_own = [bool(int(each)) for each in _pattern(frequency, layers)] or [True] * layers
+    return [kind if each else "full_attention" for each in is_own]
 
 
 def _attention(flags: Flags) -> dict[str, Any]:
@@ -329,20 +334,23 @@ def _attention(flags: Flags) -> dict[str, Any]:
         section["num_query_groups"] = groups or 1
     if groups is not None and (is_latent or not is_grouped):
         flags.note("num_query_groups", "not used: without group_query_attention, every head has its own keys", "model")
-    has_biases = not flags.get("disable_bias_linear") and flags.get("add_bias_linear", True)
-    text = "linear layers have no biases except those of add_qkv_bias"
-    if has_biases:
-        text = "is not set: linear layers have biases; flagcore models only those of queries, keys and values"
-    flags.note("disable_bias_linear", text, "model")
-    if (flags.get("add_qkv_bias") or has_biases) and not is_latent:
+    if _has_biases(flags) and not is_latent:
         section["add_qkv_bias"] = True
     elif flags.get("add_qkv_bias"):
         flags.note("add_qkv_bias", "not in the predictions: latent attention has no such biases", "model")
     if is_latent:
-        sizes = {key: flags.get(key, default) for key, default in TABLES["latent"].items()}
-        rank = flags.get("q_lora_rank")
-        section |= {"multi_latent_attention": True, **sizes, **({} if rank is None else {"q_lora_rank": rank})}
+        section["multi_latent_attention"] = True
+        section |= {key: size for key, own in TABLES["latent"].items() if (size := flags.get(key, own)) is not None}
     return section
+
+
+def _has_biases(flags: Flags) -> bool:
+    """Return whether queries, keys and values have biases."""
+    text = "linear layers have no biases except those of add_qkv_bias"
+    if has_all := not flags.get("disable_bias_linear") and flags.get("add_bias_linear", True):
+        text = "is not set: linear layers have biases; flagcore models only those of queries, keys and values"
+    flags.note("disable_bias_linear", text, "model")
+    return bool(has_all or flags.get("add_qkv_bias"))
 
 
 def _width(flags: Flags, hidden: int, gated: bool) -> Any:

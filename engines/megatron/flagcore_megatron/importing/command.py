@@ -27,7 +27,7 @@ from flagcore_megatron.importing.arguments import (
     shape,
     with_layers,
 )
-from flagcore_megatron.program.arguments import Argument, ArgumentSpec, release_table
+from flagcore_megatron.program.arguments import Argument, ArgumentProblem, ArgumentSpec, release_table
 from flagcore_megatron.program.unmodelled import SETTINGS, not_predicted
 from flagcore_megatron.program.user_command import detected_release, read_command
 from flagcore_megatron.space.flags import parse_settings
@@ -45,7 +45,7 @@ def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[d
         raise SpecError(key="command", value=" ".join(command), problem=problem, fix=fix)
     notes = Notes()
     flags = _flags(user_command, notes)
-    if not flags.names():
+    if not flags.given:
         problem, fix = "has no argument of Megatron-LM: variables are not set, or it is a part", "give all of it"
         raise SpecError(key="command", value=" ".join(user_command.words), problem=problem, fix=fix)
     cluster = cluster_of(user_command, notes, start)
@@ -88,19 +88,24 @@ def _flags(command: UserCommand, notes: Notes) -> Flags:
     words = [new for each in command.arguments for new in _renamed(*each.partition("="))]
     arguments, problems = table.parse(words)
     for problem in problems:
-        spec = table.find(problem.flag) if problem.problem.startswith("takes one value") and not problem.value else None
-        if spec and spec.type in ("int", "float") and "rank" not in problem.flag:
-            fix = "write its value, which may be an empty variable of the script"
-            notes.report(problem.flag, "has no value", fix=fix)
-        name = problem.flag.lstrip("-").replace("_", "-")
-        if table.find(problem.flag) or not name or SETTINGS.unclassed([name]):
-            notes.note(problem.flag or problem.value, f"{problem.problem}: not in the predictions", "train.command")
-        elif effect := not_predicted({name: (problem.flag, problem.value or True)}):
-            note_effects(effect, notes)
+        _note_problem(problem, table.find(problem.flag), notes)
     for each in arguments:
         if each.spec.values == "*" and not each.values:
             notes.note(each.flag, "has no value: a variable of the script may be empty", "train.command")
     return Flags(notes, {each.flag: _value(each) for each in arguments}.items())
+
+
+def _note_problem(problem: ArgumentProblem, spec: ArgumentSpec | None, notes: Notes) -> None:
+    """Note an argument that argparse refuses. Report one without its number; `spec` is that of a known argument."""
+    is_empty = problem.problem.startswith("takes one value") and not problem.value
+    if spec and is_empty and spec.type in ("int", "float") and "rank" not in problem.flag:
+        fix = "write its value, which may be an empty variable of the script"
+        notes.report(problem.flag, "has no value", fix=fix)
+    name = problem.flag.lstrip("-").replace("_", "-")
+    if spec or not name or SETTINGS.unclassed([name]):
+        notes.note(problem.flag or problem.value, f"{problem.problem}: not in the predictions", "train.command")
+    elif effect := not_predicted({name: (problem.flag, problem.value or True)}):
+        note_effects(effect, notes)
 
 
 NEWER = {
@@ -119,7 +124,7 @@ def read_flags(text: str, spec: Spec) -> tuple[str, dict[str, SettingValue], lis
         name = flag.replace("-", "_")
         if value.isdecimal():
             sizes[name] = int(value)
-        if (name in BY_NAME and BY_NAME[name] in SPACE_KNOBS) or name in spec.space:
+        if BY_NAME.get(name) in SPACE_KNOBS or name in spec.space:
             kept.append(f"{name} {value}")
         elif found := parse_settings((f"--{flag}", *value.split())):
             settings |= found

@@ -59,8 +59,9 @@ def is_on(name: str, value: object) -> bool:
 
 
 def knows(name: str) -> bool:
-    """Return whether an argument is one of a known release, or of FlagScale's fork."""
-    return any(table.find(f"--{name.replace('_', '-')}") for table in _TABLES)
+    """Return whether an argument is in a class, or one of a known release or of FlagScale's fork."""
+    name = _name(name)
+    return not SETTINGS.unclassed([name]) or any(table.find(f"--{name}") for table in _TABLES)
 
 
 def _text(value: object) -> str:

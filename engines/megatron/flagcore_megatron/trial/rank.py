@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import platform
 import socket
 import time
 from collections.abc import Callable
-from importlib.metadata import entry_points, version
+from importlib.metadata import version
 from typing import Any
 
 import megatron.core
@@ -34,12 +35,15 @@ from flagcore_training.trial.steps import Step
 from megatron.core import parallel_state
 
 from flagcore.domain.chip import SPEED_TEST
+from flagcore.errors import NoDevice
+from flagcore.loading.entry_points import installed, instance_of, load_checked
 from flagcore_megatron.trial.config import check_layers
 from flagcore_megatron.trial.device import init_fake_world, map_cuda_to_cpu
 from flagcore_megatron.trial.job import Probe, TrialJob
 from flagcore_megatron.trial.model import BuiltModel, build
 from flagcore_megatron.trial.training import Batch, clear_gradients, forward_backward, memory_step, microbatches, train
 
+LOG = logging.getLogger(__name__)
 _SCHEMA_VERSION = 1
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -268,8 +272,19 @@ def _effective(job: TrialJob, built: BuiltModel, layers_per_stage: list[int]) ->
         "fp8_recipe": config.fp8_recipe if config.fp8 else None,
         "implementation": job.train.implementation,
         "moe_token_dispatcher_type": config.moe_token_dispatcher_type if config.num_moe_experts else None,
-        **{name: value for each in entry_points(group="flagcore.effective") for name, value in each.load()().items()},
+        **_reported(),
     }
+
+
+def _reported() -> dict[str, Any]:
+    """Return the values of knobs that other distributions report (group `flagcore.effective`). Warns of broken ones."""
+    values = dict[str, Any]()
+    for points in installed("flagcore.effective").values():
+        try:
+            values |= load_checked("report of knobs", points, lambda report: instance_of(dict, report()))
+        except NoDevice as error:
+            LOG.warning("%s", error)
+    return values
 
 
 def _versions(job: TrialJob) -> dict[str, str]:

@@ -291,6 +291,7 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
         mixes=context.overheads.mixes or bool(settings.mixed_chunks[row]),
         drafted=drafted,
         gain=tokens_per_iteration(acceptance or (), drafted),
+        ahead=float(settings.ahead[row]),
     )
 
 
@@ -378,6 +379,7 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
         ranks=settings.data,
         stages=settings.pipeline,
         role=context.kinds.role,
+        ahead=settings.ahead,
         mixes=settings.mixed_chunks | context.overheads.mixes,
         encode=np.where(is_apart & ~encodes, 0.0, encode),
     )

@@ -32,6 +32,7 @@ class ClosedLoop:
     - `cache_tokens`: the capacity of the cache in tokens, summed likewise.
     - `ranks`, `stages`: numbers of attention DP ranks and of pipeline stages.
     - `role`: 1 if the lane only computes prompts, 2 if it only decodes, else 0.
+    - `ahead`: batches that the scheduler plans ahead (see `Lane`).
     - `mixes`: whether iterations combine prompts and decoding.
     - `encode`: seconds of the vision tower for the images of a request.
     - `cached`: the share of a prompt that need not be computed. Only `parts` depend on it.
@@ -48,6 +49,7 @@ class ClosedLoop:
     ranks: FloatArray
     stages: FloatArray
     role: IntArray | int = 0
+    ahead: FloatArray | float = 0.0
     mixes: BoolArray | bool = True
     encode: FloatArray | float = 0.0
     cached: FloatArray | float = 0.0
@@ -90,6 +92,7 @@ def steady_state(loop: ClosedLoop) -> LoopMeans:
     """
     overheads = loop.overheads
     decodes_only = np.asarray(loop.role) == 2
+    ahead = loop.ahead / loop.stages * np.clip(loop.flight - 1.0, 0.0, 1.0)  # nothing is planned for a lone request
     context = loop.prompt + 0.5 * loop.output
     room = np.maximum(loop.cache_tokens / context, 1.0)
     limit = np.minimum(np.minimum(loop.flight, loop.running), room)
@@ -103,7 +106,7 @@ def steady_state(loop: ClosedLoop) -> LoopMeans:
         busy = np.minimum(prompt_share * mixed / tpot, MAX_BUSY)
         pieces = np.maximum(loop.prompt / prompt_tokens, 1.0)
         wait = 0.5 * overheads.receive * tpot + busy / (1.0 - busy) * 0.5 * mixed
-        ttft = loop.front_end + np.where(decodes_only, tpot, wait + pieces * mixed)
+        ttft = loop.front_end + ahead * tpot + np.where(decodes_only, tpot, wait + pieces * mixed)
         active = np.minimum(loop.flight, limit) * decode_steps * tpot / (ttft + decode_steps * tpot)
         decoding = 0.5 * (decoding + np.maximum(active, 1e-3))
     e2e = (ttft + decode_steps * tpot) * loop.flight / limit

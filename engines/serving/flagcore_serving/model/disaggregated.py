@@ -144,7 +144,8 @@ class Disaggregated(Simulation):
 
     def _receive(self) -> None:
         self._arrive()
-        while self._ready_time() <= self.now:
+        known = self._known_time()
+        while self._ready_time() <= known:
             batch = heappop(self.ready)[2]
             self.queue.extend(batch.members)
             self.next += len(batch.members)

@@ -41,6 +41,7 @@ class Lane:
     - `mixes`: whether iterations combine prompts and decoding.
     - `drafted`, `gain`: tokens that speculation drafts per sequence, and tokens that a sequence gets, in an iteration
       that only decodes.
+    - `ahead`: batches that the scheduler plans ahead while the one before is computed (asynchronous scheduling).
     """
 
     budget: float
@@ -59,6 +60,7 @@ class Lane:
     mixes: bool = True
     drafted: float = 0.0
     gain: float = 1.0
+    ahead: float = 0.0
 
 
 class Price:
@@ -240,6 +242,11 @@ class Simulation:
     - `offset` + running x `step`: context tokens of the running sequences.
     - `finish` - running x `step`: remaining output tokens of the running sequences.
     - `promised`: output tokens of admitted requests whose prompts are not yet computed.
+
+    A scheduler that plans ahead knows only what happened until the time `known`. A request that arrived later joins the
+    batch after the next one, and one that ended later still has its slot and its cache (`ending`, and `held` tokens of
+    them), though it is not computed any more (vLLM 0.32 `v1/engine/core.py`: step_with_batch_queue; SGLang 0.5.23
+    `managers/scheduler.py`: event_loop_overlap).
     """
 
     def __init__(
@@ -280,7 +287,9 @@ class Simulation:
         self.loading: deque[Request] = deque()
         self.heap: list[tuple[int, int, Request]] = []
         self.order: list[Request] = []
-        self.now = self.stalled = self.used = self.tokenized = self.link = self.encoded = 0.0
+        self.ending: deque[tuple[float, float]] = deque()  # times at which requests ended, and their cached tokens
+        self.lag = self.lane.ahead / self.lane.stages  # in iterations
+        self.now = self.known = self.held = self.stalled = self.used = self.tokenized = self.link = self.encoded = 0.0
         self.group_arrival = -1.0
         self.step = self.running = self.offset = self.finish = self.promised = self.tickets = self.next = 0
         self.sent = len(times)
@@ -364,14 +373,25 @@ class Simulation:
 
         A busy engine polls only every `receive` iterations."""
         self._arrive()
+        known = self._known_time()
         if self.running and self.step % self.overheads.receive:
             return
-        while self.loading and self.loading[0].loaded <= self.now:
+        while self.loading and self.loading[0].loaded <= known:
             self.partial.append(self.loading.popleft())
-        while self._ready_time() <= self.now:
+        while self._ready_time() <= known:
             self.tokenized = self._tokenized_time()
             self.queue.append(self.entered[self.next])
             self.next += 1
+
+    def _known_time(self) -> float:
+        """Return the time until which the scheduler knows what happened, and free what ended until then."""
+        if not self.lag:
+            return self.now
+        if not (self.running or self.partial):
+            self.known = self.now
+        while self.ending and self.ending[0][0] <= self.known:
+            self.held -= self.ending.popleft()[1]
+        return self.known
 
     def _cached_tokens(self, request: Request) -> float:
         """Return how many tokens of the cache a request occupies, including the unused part of its last block."""
@@ -384,6 +404,7 @@ class Simulation:
         Requests whose cache is in other tiers first load it, one after the other, while the next ones are admitted
         (vLLM 0.33 `v1/core/sched/scheduler.py`: WAITING_FOR_REMOTE_KVS)."""
         lane = self.lane
+        ended += len(self.ending)
         while self.queue and self.running + len(self.partial) + len(self.loading) + ended < lane.running:
             place = self._admissible() if lane.adapters else 0
             if place is None:
@@ -392,7 +413,7 @@ class Simulation:
             cached = self._cached_tokens(request)
             future = request.output - request.made + self.promised + self.finish - self.running * self.step
             required_tokens = cached + self.overheads.reserve * future
-            if self.used + required_tokens > lane.cache_tokens and (self.running or ended or self.loading):
+            if self.used + self.held + required_tokens > lane.cache_tokens and (self.running or ended or self.loading):
                 return False
             del self.queue[place]
             if lane.adapters:
@@ -471,6 +492,7 @@ class Simulation:
         else:
             self.now += time
             self.stalled += time if self.running else 0.0
+        self.known = self.now - self.lag * time
         for request in ended:
             self._start(request)
         self._finish()
@@ -505,6 +527,7 @@ class Simulation:
         else:
             self.now += time
             self.stalled += time if self.running else 0.0
+        self.known = self.now - self.lag * time / count
         return True
 
     def _start(self, request: Request) -> None:
@@ -563,26 +586,34 @@ class Simulation:
 
     def _end(self, request: Request) -> None:
         request.end = self.now
+        if self.lag:
+            tokens = self._cached_tokens(request)
+            self.ending.append((self.now, tokens))
+            self.held += tokens
         if not self.open and self.sent < len(self.requests):
             self.requests[self.sent].arrival = self.now + self.think_s
             self._send(self.sent)
             self.sent += 1
 
     def _decode(self) -> None:
-        while self.used + self.running > self.lane.cache_tokens and self.running > 1:
+        room = self.lane.cache_tokens - self.held
+        while self.used + self.running > room and self.running > 1:
             self._preempt()
-        steps = self.heap[0][0] - self.step
+        steps, ahead = self.heap[0][0] - self.step, self.lag * self.lane.gain  # tokens that are planned ahead
         if self.running > 1:
-            steps = min(steps, max(int((self.lane.cache_tokens - self.used) // self.running), 1))
+            steps = min(steps, max(int((room - self.used) // self.running), 1))
+        if self.ending and self.queue:
+            steps = min(steps, ceil(ahead))
         cached = self.price.cached(self.running)
         base = self.price.decode(self.running) + cached * (self.offset + self.running * self.step)
         growth = cached * self.running
         if self.next < self.sent or self.loading:
             wait = self._next_time() - self.now
-            arrival_step = self.step + (_steps_within(base, growth, wait, steps) if wait > 0.0 else 0)
+            arrival_step = self.step + (_steps_within(base, growth, wait + ahead * base, steps) if wait > 0.0 else 0)
             poll_step = -(-max(arrival_step, self.step + 1) // self.overheads.receive) * self.overheads.receive
             steps = min(steps, poll_step - self.step)
         self._advance(steps, base * steps + growth * (steps * (steps - 1) / 2.0))
+        self.known = max(self.known, self.now - ahead * (base + growth * (steps - 1)))
         self._finish()
 
     def _preempt(self) -> None:

@@ -344,7 +344,8 @@ def context_rules(task: Task) -> tuple[Rule, ...]:
     """
     check_images(task)
     loads, limit = task.spec.serve.loads, context_limit(task.spec)
-    longest, longest_counted = longest_request(task), longest_request(task, estimated=False)
+    longest_counted = longest_request(task, estimated=False)
+    longest = max(longest_request(task), *(load.longest or 0 for load in loads if load.lengths), 0)
     fits = rule(
         "context_length",
         (CONTEXT,),

@@ -55,6 +55,7 @@ class Settings:
     - `state_slots`: states that a running sequence occupies where they are set aside.
     - `on_device`: share of the layers, with the output head as one layer, that are on devices instead of the host.
     - `host_s`: seconds that the host takes for an iteration; NaN if no knob determines them.
+    - `ahead`: batches that the scheduler plans ahead while the one before is computed.
     - `graph_bytes`: bytes of captured graphs on a device; NaN if they follow from the number of layers.
     - `least_cache`: bytes of the cache of a device without which the engine does not start.
     - `drafted`: tokens that speculation drafts per sequence and iteration.
@@ -107,6 +108,7 @@ class Settings:
     state_slots: FloatArray
     on_device: FloatArray
     host_s: FloatArray
+    ahead: FloatArray
     drafted: IntArray
     scheme: IntArray
     draft_host_s: FloatArray
@@ -194,7 +196,7 @@ USUAL: Mapping[str, float] = {
     **dict.fromkeys(("block_size", "chunked"), 1),
     **dict.fromkeys(("graph_tokens", "drafted", "scheme", "copies"), 0),
     **dict.fromkeys(("whole", "memory_fraction", "cache_bytes", "graph_bytes", "host_s", "direct"), math.nan),
-    **dict.fromkeys(("least_cache", "offloaded", "experts_on_host", "state_share", "draft_host_s"), 0.0),
+    **dict.fromkeys(("least_cache", "offloaded", "experts_on_host", "state_share", "draft_host_s", "ahead"), 0.0),
     **dict.fromkeys(("state_slots", "on_device", "crowding"), 1.0),
     **dict.fromkeys(("mixed_chunks", "exchanges", "overlaps", "balanced", "quantized", "encodes"), False),
     **dict.fromkeys(("host_ratio", *(f"{tier}_cache" for tier in TIERS)), 0.0),

@@ -30,10 +30,14 @@ def price_of(lane: Lane = LANE, **over: Any) -> Price:
 def token_by_token(
     price: Price, lengths: list[tuple[int, int]], arrivals: list[float] | None, concurrency: int
 ) -> list[tuple[float, float]]:
-    """First and last token of each request, of an engine without preemption that looks at each iteration."""
+    """First and last token of each request, of an engine without preemption that looks at each iteration.
+
+    With `lane.ahead`, an iteration is planned when the one before starts: with what was ready and had ended by then.
+    """
     lane, overheads, count = price.lane, price.overheads, len(lengths)
     ready = [inf] * count
     now, sent, started, groups = 0.0, 0, 0, list[tuple[float, float, list[int]]]()
+    planned, ghosts = 0.0, 0
 
     def send(place: int, when: float) -> None:
         if not groups or groups[-1][0] != when:
@@ -52,12 +56,14 @@ def token_by_token(
     running: list[int] = []
     first, last = [0.0] * count, [0.0] * count
     while any(generated[place] < lengths[place][1] for place in range(count)):
-        while started < sent and ready[started] <= now:
+        if not lane.ahead or not (running or prompts):
+            planned, ghosts = now, 0
+        while started < sent and ready[started] <= planned:
             queue.append(started)
             started += 1
         left = lane.budget - (len(running) if lane.mixes else 0)
         tokens, pairs, longest, ended = 0.0, 0.0, 0.0, []
-        while left > 0 and (prompts or (queue and len(running) + len(prompts) + len(ended) < lane.running)):
+        while left > 0 and (prompts or (queue and len(running) + len(prompts) + len(ended) + ghosts < lane.running)):
             if not prompts:
                 prompts[queue.pop(0)] = 0.0
             place = next(iter(prompts))
@@ -71,7 +77,7 @@ def token_by_token(
         if not tokens and not running:
             now = ready[started]
             continue
-        decodes = running if lane.mixes or not tokens else []
+        decodes, planned = running if lane.mixes or not tokens else [], now
         context = sum(lengths[place][0] + generated[place] for place in decodes)
         if tokens:
             now += price.mixed(len(decodes), tokens, longest, pairs, len(ended)) + price.cached(len(decodes)) * context
@@ -84,6 +90,7 @@ def token_by_token(
             running.append(place)
         done = [place for place in running if generated[place] >= lengths[place][1]]
         done.sort(key=lambda place: (place in ended, ended.index(place) if place in ended else 0))
+        ghosts = len(done)
         order = [place for place in ended if place in done] + [place for place in done if place not in ended]
         for place in order:
             running.remove(place)
@@ -98,11 +105,13 @@ def ends(outcome: SimulatedRun) -> list[tuple[float, float]]:
     return [(request.first, request.end) for request in outcome.requests]
 
 
+@pytest.mark.parametrize("ahead", [0.0, 1.0])
 @pytest.mark.parametrize("mixes", [True, False])
 @pytest.mark.parametrize("seed", range(6))
-def test_jumping_over_decoding_is_the_same_as_going_token_by_token(seed: int, mixes: bool) -> None:
+def test_jumping_over_decoding_is_the_same_as_going_token_by_token(seed: int, mixes: bool, ahead: float) -> None:
     draw = random.Random(seed)
     lane = replace(LANE, budget=draw.choice([96.0, 512.0, 2048.0]), running=draw.choice([3.0, 64.0]), mixes=mixes)
+    lane = replace(lane, ahead=ahead)
     lengths = [(draw.randint(1, 900), draw.randint(1, 40)) for _ in range(25)]
     arrivals = None if seed % 2 else sorted(draw.uniform(0.0, 1.0) for _ in lengths)
     price = price_of(lane, mixes=mixes)
@@ -154,10 +163,12 @@ def test_two_requests_worked_by_hand(
     assert ends(Simulation(price, [(200, 3), (50, 2)], arrivals, 1).run()) == [*map(pytest.approx, expected)]
 
 
-def test_a_small_cache_preempts_sequences_and_all_are_answered() -> None:
+@pytest.mark.parametrize("ahead", [0.0, 1.0])
+def test_a_small_cache_preempts_sequences_and_all_are_answered(ahead: float) -> None:
     lengths = [(200, 300)] * 8
     large_cache, small_cache = (
-        Simulation(price_of(replace(LANE, cache_tokens=room)), lengths, [0.0] * 8, 8).run() for room in (1e9, 2000.0)
+        Simulation(price_of(replace(LANE, cache_tokens=room, ahead=ahead)), lengths, [0.0] * 8, 8).run()
+        for room in (1e9, 2000.0)
     )
     assert large_cache.preemptions == 0
     assert small_cache.preemptions > 0
@@ -174,6 +185,44 @@ def test_an_engine_that_polls_rarely_delays_requests() -> None:
     lengths = [(64, 400), (64, 2)]
     often, rarely = (Simulation(price_of(receive=each), lengths, [0.0, 0.05], 2).run() for each in (1, 40))
     assert rarely.requests[1].first > often.requests[1].first
+
+
+def joining(place: float = 0.01, **lane: float) -> float:
+    """Return how many iterations of decoding pass between a request that is ready and the start of its prompt. `place`:
+    the part of an iteration that has passed when it is ready."""
+    price = price_of(replace(LANE, **lane), request=0.0, entry=0.0)
+    alone = Simulation(price, [(1, 40)], [0.0], 1).run().requests[0]
+    token_s = (alone.end - alone.first) / 39
+    sent = alone.first + (10.0 + place) * token_s * price.lane.gain
+    late = Simulation(price, [(1, 400), (1, 2)], [0.0, sent], 2).run().requests[1]
+    return (late.first - price.mixed(1, 1.0, 1.0, 0.5, 1) - late.arrival) / (token_s * price.lane.gain)
+
+
+def test_a_request_waits_for_the_batch_that_is_planned_already() -> None:
+    assert 0.9 < joining() < 1.1
+    assert 1.9 < joining(ahead=1.0) < 2.1
+
+
+def test_fewer_batches_are_planned_ahead_with_more_stages() -> None:
+    assert joining(0.7, stages=4.0) == pytest.approx(joining(0.7, stages=4.0, ahead=1.0), abs=0.01)
+    assert joining(0.8, stages=4.0) == pytest.approx(joining(0.8, stages=4.0, ahead=1.0) - 1.0, abs=0.1)
+
+
+def test_a_batch_that_is_planned_ahead_has_all_drafts_of_the_one_before() -> None:
+    waits = [joining(drafted=3.0, gain=2.5, ahead=each) for each in (0.0, 1.0)]
+    assert 0.8 < waits[1] - waits[0] < 1.3
+
+
+def test_an_ended_request_keeps_its_slot_and_its_cache_for_an_iteration() -> None:
+    lengths = [(64, 20), (64, 40), (64, 20)]
+    for limit in ({"running": 2.0}, {"cache_tokens": 180.0, "block": 1.0}):
+        now, ahead = (
+            Simulation(price_of(replace(LANE, ahead=each, **limit)), lengths, [0.0] * 3, 3).run().requests
+            for each in (0.0, 1.0)
+        )
+        token_s = (now[0].end - now[0].first) / 19
+        assert now[0].end == pytest.approx(ahead[0].end)
+        assert ahead[2].first - now[2].first == pytest.approx(token_s, rel=0.2)
 
 
 def test_a_shared_prefix_is_not_computed_again() -> None:

@@ -8,8 +8,8 @@ from flagcore_vendorkit import machine
 
 from flagcore.domain.chip import Chip, Device
 from flagcore.errors import SpecError
+from flagcore.loading.entry_points import one_line
 from flagcore.plugins import kind_of
-from flagcore.plugins.entry_points import one_line
 from flagcore_testing.examples import FOREIGN_CHIP, example_calls
 from flagcore_testing.kit import Check, Problem, Problems, Subject, check
 

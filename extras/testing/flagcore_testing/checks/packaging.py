@@ -16,8 +16,8 @@ from packaging.version import Version
 
 from flagcore import __version__
 from flagcore.domain.chip import Support
+from flagcore.loading.entry_points import installed
 from flagcore.plugins import GROUP
-from flagcore.plugins.entry_points import installed
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need, wrong
 from flagcore_testing.package import Transcript, read_toml
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.spec import Task
 from flagcore.errors import FlagError, NoDevice, RunError
 from flagcore.i18n import N_, _
+from flagcore.loading.entry_points import installed
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.roofline import CollectiveCostStack, Curve, KernelCostStack, Roofline
 from flagcore.plugins import LoadedPlugins, Plugin, PluginFailure
@@ -157,7 +158,7 @@ def accelerator_report() -> TorchReport | None:
     Returns None if torch is not installed or finds no accelerator.
     """
     # Extensions such as torch_npu add their devices to builds of torch for CPUs.
-    if (_installed_torch() or "").endswith("+cpu") and not entry_points(group="torch.backends"):
+    if (_installed_torch() or "").endswith("+cpu") and not installed("torch.backends"):
         return None
     report = query_torch("any", timeout_seconds=SECONDS)
     return report if report and report.devices else None

@@ -6,19 +6,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread, current_thread, main_thread
+from threading import Lock, Thread, current_thread, get_ident, main_thread
 from typing import Any, TypeVar
-
-from flagcore.plugins.validation import BadPlugin
 
 T = TypeVar("T")
 
 THREAD = "flagcore-plugin"
 _OWN_PROCESS, _END = os.getpid(), os._exit
 
+LOAD_SECONDS = 10.0
+"""The time limit of the import of an entry point."""
 HOOK_SECONDS = 60.0
-"""The time limit of a hook with the check of its answer, of a method of that answer, and of an import. It is longer
-than those of the programs that flagcore's plugins ask."""
+"""The time limit of a hook with the check of its answer, and of a method of that answer. It is longer than those of the
+programs that flagcore's plugins ask."""
 SLOW_HOOK_SECONDS = 180.0
 """The time limit of a hook that may measure, or ask several programs one after the other."""
 SAMPLE_SECONDS = 15.0
@@ -27,6 +27,12 @@ MESSAGE_SECONDS = 1.0
 """The time limit of the message of an exception of a plugin."""
 EXIT_SECONDS = 10.0
 """The time limit of threads that plugins leave, from the end of the command on."""
+
+
+class BadPlugin(Exception):
+    """The error of a plugin that does not implement the hooks correctly. `stage`: as in `PluginFailure`."""
+
+    stage = "check"
 
 
 class TooSlow(BadPlugin):
@@ -41,13 +47,16 @@ os.register_at_fork(after_in_child=_idle.clear)
 def within(seconds: float, function: Callable[[], T]) -> T:
     """Return the result of `function`, or raise its exception. Raises BadPlugin if it tries to end the process.
 
-    It runs in another thread. If it does not end, the thread is abandoned, and does not keep the process alive.
+    It runs in another thread. If it does not end, the thread is abandoned: a loop of Python ends with SystemExit, and
+    what waits in native code does not keep the process alive.
     """
     results: list[T] = []
     errors: list[BaseException] = []
+    threads: list[int] = []
     context, ended = copy_context(), SimpleQueue[None]()
 
     def run() -> None:
+        threads.append(get_ident())
         try:
             results.append(context.run(function))
         except BaseException as error:
@@ -62,6 +71,8 @@ def within(seconds: float, function: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     if not results:
+        for thread in threads:
+            _end_loop(thread)
         raise TooSlow(f"did not end within {seconds:g} s; it is not asked again")
     return results[0]
 
@@ -78,6 +89,13 @@ def _worker() -> SimpleQueue[Callable[[], object]]:
 
     Thread(target=run, name=THREAD, daemon=True).start()
     return jobs
+
+
+def _end_loop(thread: int) -> None:
+    """Raise SystemExit in a thread, as soon as it runs code of Python."""
+    import ctypes  # rarely needed
+
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
 
 
 def end_despite_threads(status: int) -> None:
