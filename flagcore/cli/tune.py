@@ -95,7 +95,7 @@ def tune_command(
         api.run_best(outcome.run_dir, stdout=2, on_ready=_ready)
 
 
-def _show_outcome(outcome: api.Outcome, form: str) -> None:
+def _show_outcome(outcome: "api.Outcome", form: str) -> None:
     from flagcore.report.formats import table_columns
     from flagcore.report.text import candidate_columns
 

@@ -201,7 +201,8 @@ def steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
     What failed has no steps; why is in the captured output.
     """
-    chosen = [item.callspec.params for item in request.session.items if item.path == request.path]
+    calls = (getattr(item, "callspec", None) for item in request.session.items if item.path == request.path)
+    chosen = [call.params for call in calls if call is not None and "model" in call.params]
     expected = {(each["model"], layout) for each in chosen for layout in ("one process", each.get("layout"))}
     return run_layouts(tmp_path_factory.mktemp("parity"), expected)
 
