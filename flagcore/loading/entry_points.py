@@ -151,7 +151,7 @@ def load_only(points: Sequence[EntryPoint], load: Callable[[EntryPoint], object]
         raise _TOO_SLOW[point]
     try:
         with stdout_to_stderr(), redirect_stdout(cast(Any, sys.stderr and _Limited(sys.stderr))):
-            return within(LOAD_SECONDS, partial(load, point))
+            return within(LOAD_SECONDS, partial(load, point), lambda: len(sys.modules))
     except TooSlow as error:
         _TOO_SLOW[point] = error
         raise

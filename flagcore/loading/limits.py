@@ -15,7 +15,9 @@ THREAD = "flagcore-plugin"
 _OWN_PROCESS, _END = os.getpid(), os._exit
 
 LOAD_SECONDS = 10.0
-"""The time limit of the import of an entry point."""
+"""The time for which the import of an entry point may bring no new module. A cold network disk takes longer in all."""
+MAX_WAITS = 6
+"""The most times that an import may take LOAD_SECONDS."""
 HOOK_SECONDS = 60.0
 """The time limit of a hook with the check of its answer, and of a method of that answer. It is longer than those of the
 programs that flagcore's plugins ask."""
@@ -44,11 +46,12 @@ _idle = list[SimpleQueue[Callable[[], object]]]()
 os.register_at_fork(after_in_child=_idle.clear)
 
 
-def within(seconds: float, function: Callable[[], T]) -> T:
+def within(seconds: float, function: Callable[[], T], progress: Callable[[], object] = lambda: None) -> T:
     """Return the result of `function`, or raise its exception. Raises BadPlugin if it tries to end the process.
 
-    It runs in another thread. If it does not end, the thread is abandoned: a loop of Python ends with SystemExit, and
-    what waits in native code does not keep the process alive.
+    It has the same time again, up to MAX_WAITS times, if what `progress` returns has changed meanwhile. It runs in
+    another thread. If it does not end, the thread is abandoned: a loop of Python ends with SystemExit, and what waits in
+    native code does not keep the process alive.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -63,11 +66,17 @@ def within(seconds: float, function: Callable[[], T]) -> T:
             errors.append(error)
         ended.put(None)
 
-    with _no_exit(), suppress(Empty):
-        jobs = _worker()
+    with _no_exit():
+        jobs, seen = _worker(), progress()
         jobs.put(run)
-        ended.get(timeout=seconds)
-        _idle.append(jobs)
+        for _ in range(MAX_WAITS):
+            with suppress(Empty):
+                ended.get(timeout=seconds)
+                _idle.append(jobs)
+                break
+            before, seen = seen, progress()
+            if before == seen:
+                break
     if errors:
         raise errors[0]
     if not results:
