@@ -50,7 +50,7 @@ def within(seconds: float, function: Callable[[], T], progress: Callable[[], obj
     """Return the result of `function`, or raise its exception. Raises BadPlugin if it tries to end the process.
 
     It has the same time again, up to MAX_WAITS times, if what `progress` returns has changed meanwhile. It runs in
-    another thread. If it does not end, the thread is abandoned: a loop of Python ends with SystemExit, and what waits in
+    another thread, which is abandoned if it does not end: a loop of Python ends with SystemExit, and what waits in
     native code does not keep the process alive.
     """
     results: list[T] = []
