@@ -96,8 +96,9 @@ def test_more_clients_never_lower_throughput_or_break_littles_law(context: Candi
 @pytest.mark.parametrize("context", SCENES)
 def test_longer_prompts_never_shorten_the_time_to_first_token(context: Candidates) -> None:
     found = context.figures(*(context.loop(context.clients, prompt) for prompt in PROMPTS))
-    first = [float(each["ttft_s.mean"][0]) for each in found]
-    assert all(later > 0.98 * sooner for sooner, later in pairwise(first)), first
+    first = [(float(each["ttft_s.mean"][0]), float(each["tpot_s.mean"][0])) for each in found]
+    # a batch that is planned ahead may or may not have the request of a client whose last one just ended
+    assert all(later > 0.98 * sooner - 0.5 * iteration for (sooner, iteration), (later, _) in pairwise(first)), first
 
 
 @pytest.mark.parametrize("context", SCENES)
