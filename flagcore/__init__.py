@@ -7,7 +7,7 @@ package is fast. `flagcore.errors` has the other exceptions.
 __version__ = "0.1.0"
 
 SDK = (
-    *("contracts", "domain", "errors", "hooks", "i18n", "launchers", "physics", "plugins", "report"),
+    *("contracts", "domain", "errors", "hooks", "i18n", "launchers", "loading", "physics", "plugins", "report"),
     *("spec.clusters", "spec.jobs", "spec.knobs", "spec.models"),
     *("spec.plain_data", "spec.schema", "spec.shapes", "spec.validate"),
     *("api.commands.doctor", "api.commands.importing", "api.inputs", "api.notes", "api.runs"),

@@ -42,7 +42,7 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
         raise join_errors(problems)
     try:
         spec = _spec_of(document, kinds)
-        model, work = with_depths(spec.model, spec.work, data["model"], engines.get(spec.work.engine))
+        model, work = with_depths(spec.model, spec.work, data.get("model"), engines.get(spec.work.engine))
         return replace(spec, model=model, work=work)
     except SpecError as error:
         problem_of_sections = error

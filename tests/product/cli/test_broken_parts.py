@@ -14,7 +14,7 @@ from flagcore.cli import machine
 from flagcore.errors import NoDevice
 from flagcore.loading import entry_points
 from flagcore.spec import models
-from tests.cli.conftest import Flag
+from tests.product.cli.conftest import Flag
 from tests.plugins.conftest import Install, install  # noqa: F401 (a fixture)
 
 command_line = import_module("flagcore.cli.main")
@@ -50,7 +50,7 @@ NEEDS: dict[str, Callable[[], object]] = {
     "flagcore.kit": lambda: machine._kit(NAME),
     "flagcore.launchers": lambda: plugins.launcher(NAME),
     "flagcore.mixers": lambda: mixer_class(NAME),
-    "flagcore.models": models.catalogue,
+    "flagcore.models": lambda: models.catalogue(),
     "flagcore.operators": lambda: find_library(NAME),
     "flagcore.strategies": lambda: plugins.strategy(NAME),
     "flagcore.watchers": lambda: plugins.watcher(NAME),
