@@ -14,8 +14,8 @@ from flagcore.cli import machine
 from flagcore.errors import NoDevice
 from flagcore.loading import entry_points
 from flagcore.spec import models
-from tests.product.cli.conftest import Flag
 from tests.plugins.conftest import Install, install  # noqa: F401 (a fixture)
+from tests.product.cli.conftest import Flag
 
 command_line = import_module("flagcore.cli.main")
 DISTRIBUTION, NAME = "flagcore-faulty", "a_faulty_part"
