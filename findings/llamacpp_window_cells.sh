@@ -1,28 +1,31 @@
-"""llama.cpp gives a layer with a window of 128 tokens a cache of 768 to 2304 tokens for each slot.
-
-Topic: Caches
-Package: xllamacpp 2026.10.11549
-Expected: 128 cells of the cache for each slot, which is what the layer attends to.
-Seen: A slot also has room for a micro-batch (`n_ubatch`), rounded up to 256: 768 cells with the default of 512, and
-  2304 with 2048. Slots with caches of their own each have them; a unified cache has the windows of all slots and one
-  micro-batch.
-Hurts: Who raises `n_ubatch` for faster prompts on a model of windows such as Gemma 3: its caches triple.
-Date: 2026-11-28
-Output:
-    xllamacpp 2026.10.11549
-    1 slot, n_ubatch 512: 768 cells for windows, 4096 for the context
-    1 slot, n_ubatch 2048: 2304 cells for windows, 4096 for the context
-    4 slots, n_ubatch 512: 4 x 768 cells for windows, 4 x 1024 for the context
-    4 slots, n_ubatch 512, unified: 1024 cells for windows, 4096 for the context
-"""
-
+#!/bin/sh
+# llama.cpp gives a layer with a window of 128 tokens a cache of 768 to 2304 tokens for each slot.
+#
+# Topic: Caches
+# Package: xllamacpp 2026.10.11549
+# Expected: 128 cells of the cache for each slot, which is what the layer attends to.
+# Seen: A slot also has room for a micro-batch (`n_ubatch`), rounded up to 256: 768 cells with the default of 512, and
+#   2304 with 2048. Slots with caches of their own each have them; a unified cache has the windows of all slots and one
+#   micro-batch.
+# Hurts: Who raises `n_ubatch` for faster prompts on a model of windows such as Gemma 3: its caches triple.
+# Date: 2026-11-28
+# Output:
+#     xllamacpp 2026.10.11549
+#     1 slot, n_ubatch 512: 768 cells for windows, 4096 for the context
+#     1 slot, n_ubatch 2048: 2304 cells for windows, 4096 for the context
+#     4 slots, n_ubatch 512: 4 x 768 cells for windows, 4 x 1024 for the context
+#     4 slots, n_ubatch 512, unified: 1024 cells for windows, 4096 for the context
+set -eu
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+trap 'exit 1' INT TERM
+python3 -m venv "$folder"
+"$folder/bin/python" -m pip install --quiet --no-compile xllamacpp==2026.10.11549 gguf==0.19.0 numpy==2.4.6
+cat > "$folder/look.py" << 'END'
 import os
 import subprocess
 import sys
 import tempfile
-import textwrap
-
-PACKAGES = ["xllamacpp==2026.10.11549", "gguf==0.19.0", "numpy==2.4.6"]
 
 
 def write(file: str, window: int, hidden: int = 64, width: int = 16, vocab: int = 300) -> None:
@@ -98,22 +101,9 @@ def look() -> None:
     assert cells == [768, 2304, 768, 1024]
 
 
-def main() -> None:
-    """Install the packages in a temporary folder, look, and compare with the output in the docstring."""
-    with tempfile.TemporaryDirectory() as folder:
-        python = f"{folder}/bin/python"
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
-        seen = subprocess.run(
-            [python, __file__, "look"],
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "HOME": folder},
-        ).stdout
-    print(seen, end="")
-    assert seen == textwrap.dedent(__doc__.split("Output:\n")[1]), "the output changed"
-
-
 if __name__ == "__main__":
-    look() if sys.argv[1:] else main()
+    look()
+END
+HOME="$folder" TMPDIR="$folder" "$folder/bin/python" "$folder/look.py" > "$folder/seen"
+cat "$folder/seen"
+sed -n '/^# Output:/,/^[^#]/ s/^#     //p' "$0" | diff - "$folder/seen" || { echo 'the output changed' >&2; exit 1; }
