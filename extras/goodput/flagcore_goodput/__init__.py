@@ -1,0 +1,1 @@
+"""What saves, failures and restarts take from a training job."""
