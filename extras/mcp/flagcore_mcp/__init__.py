@@ -1,0 +1,1 @@
+"""The commands of flagcore as tools of the Model Context Protocol."""

@@ -1,0 +1,151 @@
+"""The server: each call of a tool runs a command of `flag` in a process of its own.
+
+So an answer is what the command prints, and a call that is cancelled ends as the command does after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import anyio
+from anyio.abc import ByteReceiveStream, Process
+from anyio.streams.text import TextReceiveStream
+from mcp.server.lowlevel import Server
+from mcp.server.stdio import stdio_server
+from mcp_types import CallToolResult, ListToolsResult, TextContent, ToolAnnotations
+from mcp_types import Tool as ToolRecord
+
+from flagcore import __version__
+from flagcore_mcp.tools import TOOLS
+
+Progress = Callable[[float, float | None, str], Awaitable[None]]
+ENDING_SECONDS = 60.0
+"""Seconds that a command has to end after its call was cancelled, before it is killed."""
+SEARCH = anyio.Lock()
+"""Held by a search, also by a cancelled one until it has ended: the next one begins after it."""
+START = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG: the command is interrupted if the server is killed
+if os.getppid() != int(sys.argv.pop(1)):
+    sys.exit(130)
+from flagcore.cli import main
+main()
+"""
+INSTRUCTIONS = (
+    "Plans and tunes the training and serving of large language models. `estimate` and `size` predict without running "
+    "anything; `tune` runs trials, often for hours, and can be cancelled and resumed; `export` writes start files."
+)
+
+
+def serve() -> None:
+    """Answer the messages on stdin until it ends. Calls that still run are cancelled."""
+    anyio.run(_serve)
+
+
+async def _serve() -> None:
+    server = Server[Any](
+        "flagcore", version=__version__, instructions=INSTRUCTIONS, on_list_tools=_list, on_call_tool=_call
+    )
+    async with stdio_server() as (read, write):
+        await server.run(read, write, server.create_initialization_options())
+
+
+async def _list(context: Any, request: Any) -> ListToolsResult:
+    return ListToolsResult(
+        tools=[
+            ToolRecord(
+                name=each.name,
+                description=each.command.help,
+                input_schema=each.input_schema(),
+                output_schema=each.output_schema(),
+                annotations=ToolAnnotations(read_only_hint=not each.writes, destructive_hint=False),
+            )
+            for each in TOOLS
+        ]
+    )
+
+
+async def _call(context: Any, request: Any) -> CallToolResult:
+    tool = next((each for each in TOOLS if each.name == request.name), None)
+    if tool is None:
+        return _failed(f"there is no tool {request.name!r}; use {', '.join(each.name for each in TOOLS)}")
+    try:
+        words = tool.command_line(request.arguments or {})
+    except ValueError as error:
+        return _failed(str(error))
+    async with SEARCH if tool.name == "tune" else nullcontext():
+        status, output, messages = await run(words, context.session.report_progress)
+    result = output.splitlines() if tool.prints_paths else json.loads(output or "null")
+    answer = {"result": result, "messages": messages}
+    if status:
+        return _failed("\n".join(messages) or f"`flag {tool.name}` ended with status {status}", result)
+    return CallToolResult(content=[_text(answer)], structured_content=answer)
+
+
+def _failed(message: str, result: Any = None) -> CallToolResult:
+    """Return the result of a call that failed, with the command's message and what it printed before."""
+    text = [TextContent(type="text", text=message), *([_text(result)] if result else [])]
+    return CallToolResult(content=[*text], is_error=True)
+
+
+def _text(data: Mapping[str, Any]) -> TextContent:
+    return TextContent(type="text", text=json.dumps(data, ensure_ascii=False))
+
+
+async def run(words: Sequence[str], progress: Progress) -> tuple[int, str, list[str]]:
+    """Run `flag` with these words. Return its exit status, stdout, and the lines of stderr.
+
+    `progress` is called with the number and the text of each line of stderr, as it comes. If the call is cancelled, the
+    command is interrupted as by Ctrl-C, and this waits for its end.
+    """
+    output, lines = list[str](), list[str]()
+
+    async def read(stream: ByteReceiveStream | None, take: Callable[[str], Awaitable[None]]) -> None:
+        assert stream is not None
+        with anyio.CancelScope(shield=True), suppress(anyio.ClosedResourceError):
+            async for text in TextReceiveStream(stream, errors="replace"):
+                await take(text)
+
+    async def keep(text: str) -> None:
+        output.append(text)
+
+    async def tell(text: str) -> None:
+        *new, last = (unended.pop() + text).split("\n")
+        unended.append(last)
+        for line in filter(str.strip, new):
+            lines.append(line)
+            with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
+                await progress(len(lines), None, line)
+
+    unended = [""]
+    argv = [sys.executable, "-c", START, str(os.getpid()), *words]
+    async with (
+        await anyio.open_process(argv, stdin=subprocess.DEVNULL, start_new_session=True) as process,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(read, process.stdout, keep)
+        group.start_soon(read, process.stderr, tell)
+        try:
+            await process.wait()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await _end(process)
+    return process.returncode or 0, "".join(output), [*lines, *filter(str.strip, unended)]
+
+
+async def _end(process: Process) -> None:
+    """Interrupt a command that still runs, and wait for its end."""
+    if process.returncode is None:
+        process.send_signal(signal.SIGINT)
+        with anyio.move_on_after(ENDING_SECONDS):
+            await process.wait()
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
