@@ -7,15 +7,15 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PARTS := $(patsubst %/pyproject.toml,%,$(wildcard engines/*/pyproject.toml plugins/*/pyproject.toml extras/*/pyproject.toml))
 # The CPU build of torch; what depends on torch is installed in the same command, or pip fetches another build.
 TORCH := torch==2.13.0
-# What to test, as arguments of pytest: `make test TESTS=tests/tuner`. JOBS processes run the tests: one more than cores,
+# What to test, as arguments of pytest: `make test TESTS=tests/tuner`. JOBS forks run the tests: one more than cores,
 # because many tests wait for trials and servers. With JOBS=0 pytest starts no further process.
 TESTS ?=
 JOBS ?= 3
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+PYTEST = $(BIN)/python -m pytest --forks $(JOBS)
 # Tests start hundreds of processes: modules are compiled once, also where the environment keeps Python from it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup setup-vllm tune tune-serve lint test test-core test-fast test-all test-long test-browser test-hosts test-ray test-watchers test-anywhere coverage mutations samples findings \
+.PHONY: setup setup-vllm tune tune-serve lint test test-core test-fast test-all test-long test-compiled test-browser test-hosts test-ray test-watchers test-anywhere coverage mutations samples findings \
   changelog dist reference docs docs-release bench bench-estimate bench-plans bench-hosts bench-load bench-replay sweeps accuracy messages untranslated clean
 
 setup: $(VENV)/.done examples/spec.schema.json
@@ -81,14 +81,14 @@ lint: setup
 	$(BIN)/lint-imports
 	! git grep -nE "^(<{7}|>{7}) "  # left over from a merge
 
-# All that guards behaviour: about 20 minutes on 2 cores.
+# All that guards behaviour. A test of over 3 s of processor time without the mark `costly` fails.
 test: lint
-	$(PYTEST) -m "not long" $(TESTS)
+	$(PYTEST) --costs -m "not long" $(TESTS)
 
 # The tests of the core in an environment with its libraries, the cpu plugin and the kit that it imports, but no engine,
 # vendor or extra: neither `flag calibrate` nor its overlay is registered.
 test-core: build/core
-	build/core/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not long" tests
+	build/core/bin/python -m pytest --forks $(JOBS) -m "not long" tests
 
 OTHERS := /_*(editable|flagcore)[^/-]*[_-][^0/][^/]*$$|[.]pth$$
 build/core: | setup
@@ -121,6 +121,16 @@ coverage: setup
 # Plants faults in copies of the sources and reports which of them the nearest tests notice.
 mutations: setup
 	$(BIN)/python tools/mutations.py $(MUTATIONS)
+
+# The tests of servers, and a comparison of outputs, where the simulation is compiled: wants a C compiler.
+COMPILED := build/compiled
+test-compiled: $(COMPILED)/.done
+	PYTHONPATH=$(CURDIR)/$(COMPILED) $(PYTEST) -m "not long" engines/serving/tests tests/product/test_compiled.py
+
+$(COMPILED)/.done: $(wildcard engines/serving/hatch_build.py engines/serving/flagcore_serving/*.py engines/serving/flagcore_serving/*/*) | setup
+	rm -rf $(COMPILED)
+	FLAGCORE_COMPILE=1 $(PIP) --no-deps --target $(COMPILED) ./engines/serving
+	touch $@
 
 # The page of a run in a real browser: wants Chromium, of Debian's package chromium, say.
 test-browser: setup
@@ -168,12 +178,12 @@ docs: reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo build/site/index.html
 
-# With BASE, another checkout, `bench-plans` prints ratios to it.
+# With BASE, another checkout, `bench-plans` prints ratios to it. After `make test-compiled`, the simulation is compiled.
 bench: bench-estimate bench-plans
 	$(BIN)/python benchmarks/between_trials.py
 
 bench-plans: setup
-	$(BIN)/python benchmarks/plans.py $(if $(BASE),--base $(BASE))
+	$(BIN)/python benchmarks/plans.py $(if $(BASE),--base $(BASE)) $(if $(wildcard $(COMPILED)/.done),--compiled $(COMPILED))
 
 bench-estimate: setup
 	$(BIN)/python benchmarks/estimate.py --build build

@@ -3,19 +3,17 @@ processes."""
 
 import gc
 import importlib
-import json
 import os
 import random
 import signal
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+pytest_plugins = ["tests.costs", "tests.forks"]
 ROOT = Path(__file__).parent
 MACHINE = str(ROOT / "tests" / "machine")
 if MACHINE not in sys.path:  # in processes that tests start, it is on PYTHONPATH
@@ -23,15 +21,13 @@ if MACHINE not in sys.path:  # in processes that tests start, it is on PYTHONPAT
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [MACHINE, str(ROOT), os.environ.get("PYTHONPATH")]))
 importlib.import_module("fixed_machine")
 os.environ["FLAGCORE_LANG"] = "en"  # whatever the locale is
+os.environ["FLAGCORE_CACHE"] = "off"  # tests replace functions
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets programs in the background ignore it
 
 SHARED = ("runs", "example_folder")
 """Fixtures of the session with a finished run. Their tests are slow, and stay in one process."""
 SLOW_CHECKS = tuple(f"test_conformance[{each}" for each in ("broken_tool", "failure_patterns_are", "hooks_", "import_"))
 """Names of the kit's checks that start processes."""
-SCOPES = Path(tempfile.gettempdir()) / f"flagcore-scopes-{os.getpid()}.json"
-"""Here the first process of pytest-xdist writes what stays in one process, by the name of the test, because marks stay
-in the processes that collect. The scheduler reads it once."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,6 +48,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.together(fixture))
         if item.name.startswith(SLOW_CHECKS):
             item.add_marker("slow")
+        if item.name.startswith("test_conformance["):
+            item.add_marker("costly")
         if item.get_closest_marker("slow") or item.get_closest_marker("long"):
             item.add_marker(pytest.mark.flaky(reruns=1))  # real processes and clocks; `-rR` lists what was repeated
             slow[item.path] += 1
@@ -68,45 +66,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=order)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """Name the scheduler's file to a process of pytest-xdist."""
-    node.workerinput["scopes"] = str(SCOPES)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Write what the marks `together` and `spread` say."""
-    worker = getattr(session.config, "workerinput", {})
-    if worker.get("workerid") == "gw0":
-        scopes = {item.nodeid: item.nodeid for item in session.items if item.get_closest_marker("spread")}
-        for item in session.items:
-            if mark := item.get_closest_marker("together"):
-                scopes[item.nodeid] = mark.args[0]
-        Path(worker["scopes"]).write_text(json.dumps(scopes), encoding="utf-8")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Spread tests over processes file by file, but for those with the mark `together` or `spread`."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduler(LoadFileScheduling):  # type: ignore[misc]
-        scopes: Mapping[str, str] = {}
-
-        def schedule(self) -> None:
-            if SCOPES.exists():
-                self.scopes = json.loads(SCOPES.read_text(encoding="utf-8"))
-                SCOPES.unlink()
-            super().schedule()
-
-        def _split_scope(self, nodeid: str) -> str:
-            return self.scopes.get(nodeid) or nodeid.partition("::")[0]
-
-    config.option.loadscopereorder = False
-    return Scheduler(config, log)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _freeze() -> None:
     """Keep what is there out of later garbage collections: the load client asks for a full one a measurement."""
@@ -121,6 +80,7 @@ def _no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("FLAGCORE_HOME", str(tmp_path_factory.mktemp("home")))
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("torch")))
         patch.setattr("flagcore.cli.options.SILENT_S", 3600.0)  # a slow machine prints nothing more
+        patch.setattr("flagcore.loading.limits._OWN_PROCESS", os.getpid())  # a fork of the tests is no trial
         yield
 
 

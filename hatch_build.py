@@ -40,7 +40,7 @@ VENDORS = (
     *("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin", "enflame"),
     "thead",
 )
-EXTRAS = ("bridge", "flagscale", "kubernetes", "ray", "testing")
+EXTRAS = ("bridge", "flagscale", "goodput", "kubernetes", "mcp", "ray", "testing", "vllm-schedule")
 INSTALLED = {
     "plugins": ("cpu",),
     "engines": ("llamacpp", "megatron", "models", "rl", "serving", "sglang", "training", "vllm"),
@@ -48,7 +48,8 @@ INSTALLED = {
 }
 """What comes with the core, by folder. Each is a distribution of its own, as those of VENDORS and EXTRAS are."""
 ENGINES = {
-    "megatron": ["torch>=2.5", "megatron-core>=0.12"],
+    # triton: what newer releases import without declaring it; they need Python 3.12
+    "megatron": ["torch>=2.5", "megatron-core>=0.12", "triton; python_version>='3.12' and sys_platform=='linux'"],
     "vllm": ["vllm>=0.11"],
     "sglang": ["sglang>=0.5"],
     "llamacpp": ["xllamacpp>=2026.10"],
@@ -71,6 +72,7 @@ DEV = [
     "hatchling>=1.25",
     "hydra-core>=1.3",
     "import-linter>=2.7",
+    "mcp>=2.3,<3",
     "mypy>=1.11",
     "pandas>=2",
     "pre-commit>=3.5",
@@ -78,7 +80,6 @@ DEV = [
     "pytest-cov>=5",
     "pytest-rerunfailures>=16",
     "pytest-timeout>=2.3",
-    "pytest-xdist>=3.6",
     "regex>=2024.5",
     "ruff>=0.6",
     "towncrier>=24.8",
@@ -126,7 +127,7 @@ class SdistHook(BuildHookInterface[Any]):
         """Change the metadata before the sdist is written."""
         core, released = self.metadata.core, _version(Path(self.root))
         for needs in (core.dependencies, *core.optional_dependencies.values()):
-            needs[:] = [re.sub(r"^(flagcore-\w+) ?@ .*", rf"\1=={released}", need) for need in needs]
+            needs[:] = [re.sub(r"^(flagcore-[\w-]+) ?@ .*", rf"\1=={released}", need) for need in needs]
 
 
 def _build_parts(root: Path, kind: str) -> dict[str, Path]:

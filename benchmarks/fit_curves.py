@@ -269,6 +269,7 @@ def _write(family: Family, parameters: Mapping[str, float], report: Mapping[str,
         source = {"kind": "estimated", "method": f"{method}: {', '.join(report['sources'])}; {family.note}"}
         curve = _arguments(family, parameters, chip)
         known = yaml.safe_load(path.read_text("utf-8")) if path.exists() else {"curve": {}, "source": {"method": ""}}
+        curve = {**{name: each for name, each in known["curve"].items() if name == "launch_seconds"}, **curve}
         if "host_bytes_per_second" in known["curve"]:
             curve["host_bytes_per_second"] = known["curve"]["host_bytes_per_second"]
             _, link, host_link = known["source"]["method"].partition("; host link:")

@@ -204,6 +204,7 @@ def errors(points: Points, values: Mapping[str, float]) -> np.ndarray:
             budget=settings.max_batched_tokens * settings.data * settings.pipeline,
             running=settings.max_running * settings.data,
             cache_tokens=np.maximum(memory.cache_tokens, 1.0),
+            fixed=memory.sequence_tokens,
             ranks=settings.data,
             stages=settings.pipeline,
         )

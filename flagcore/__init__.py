@@ -10,26 +10,14 @@ SDK = (
     *("contracts", "domain", "errors", "hooks", "i18n", "launchers", "loading", "physics", "plugins", "report"),
     *("spec.clusters", "spec.jobs", "spec.knobs", "spec.models"),
     *("spec.plain_data", "spec.schema", "spec.shapes", "spec.validate"),
-    *("api.commands.doctor", "api.commands.importing", "api.inputs", "api.notes", "api.runs"),
-    *("cli.main", "cli.options", "tuner.devices"),
+    *("api.commands.doctor", "api.commands.export", "api.commands.importing", "api.inputs", "api.notes", "api.runs"),
+    *("cli.main", "cli.options", "tuner.devices", "tuner.feasibility", "tuner.problem", "tuner.stages.predict"),
 )
 """The modules and packages that other distributions may import. Every distribution declares its own."""
 
 __all__ = [
-    "CandidateReport",
-    "Comparison",
-    "Estimate",
-    "Explanation",
-    "FlagError",
-    "Outcome",
-    "Run",
-    "__version__",
-    "compare",
-    "estimate",
-    "explain",
-    "explain_candidate",
-    "load_run",
-    "tune",
+    *("CandidateReport", "Comparison", "Estimate", "Explanation", "FlagError", "Outcome", "Run", "__version__"),
+    *("compare", "estimate", "explain", "explain_candidate", "load_run", "tune"),
 ]
 
 

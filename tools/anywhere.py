@@ -26,6 +26,9 @@ MACHINE = ROOT / "tests" / "machine"
 BUILD = ROOT / "build" / "anywhere"
 ALONE = 12
 """Test files that run each by itself."""
+SLOWER, START_S = 5.0, 60.0
+"""The time of an environment ends after so many times the seconds of the plain run, and these seconds. On two cores,
+`busy` and `1-core` take twice as long as the plain run."""
 HIDDEN = "ssh sshd srun salloc sbatch sinfo slurmctld slurmd scontrol chromium chromium-browser google-chrome"
 HIDE = f"""
 PATH="$PATH:/usr/sbin"
@@ -132,11 +135,11 @@ def main() -> int:
         "--only", action="append", default=[], metavar="NAME", help="run in this environment; repeatable"
     )
     parser.add_argument("--draw", type=int, metavar="N", help="run in N environments drawn at random")
-    parser.add_argument("--files", type=int, metavar="N", help="run N test files drawn at random")
+    parser.add_argument("--tests", type=int, metavar="N", help="run files drawn at random, of N tests in sum")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of what is drawn")
     parser.add_argument("--marks", default="not long and not slow", help="tests to run, as `pytest -m`")
     parser.add_argument("--jobs", type=int, default=3, help="processes of pytest")
-    parser.add_argument("--limit", type=float, default=3600.0, help="seconds for one environment")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds for the plain run")
     options = parser.parse_args()
     if unknown := {*options.only} - {each.name for each in ENVIRONMENTS}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; see --list")
@@ -149,11 +152,10 @@ def main() -> int:
             print(f"{each.name:18} {why_not(each)}".rstrip())
         return 0
     paths = options.paths or ["tests", "engines", "plugins", "extras"]
-    if options.files:
-        files = test_files(paths)
-        paths = draw.sample(files, min(options.files, len(files)))
+    if options.tests:
+        paths = drawn(paths, options, draw)
     print(f"seed {options.seed}; logs in {BUILD.relative_to(ROOT)}", flush=True)
-    plain = report(PLAIN, run(PLAIN, paths, options), None)
+    plain = report(PLAIN, run(PLAIN, paths, options, options.limit), None)
     good = not plain.failed and not plain.problems
     for each in chosen:
         if reason := why_not(each):
@@ -162,7 +164,7 @@ def main() -> int:
         its_paths, files = paths, test_files(paths)
         if each.alone:
             its_paths = draw.sample(files, min(ALONE, len(files)))
-        outcome = compared(run(each, its_paths, options), plain, each)
+        outcome = compared(run(each, its_paths, options, SLOWER * plain.seconds + START_S), plain, each)
         good &= not report(each, outcome, plain).problems
     return 0 if good else 1
 
@@ -190,8 +192,8 @@ def interpreter(environment: Environment) -> Path:
     return BUILD / environment.name / "bin" / "python" if environment.python else Path(sys.executable)
 
 
-def run(environment: Environment, paths: Sequence[str], options: argparse.Namespace) -> Attempt:
-    """Run the tests of `paths` in an environment."""
+def run(environment: Environment, paths: Sequence[str], options: argparse.Namespace, limit: float) -> Attempt:
+    """Run the tests of `paths` in an environment, each command for at most `limit` seconds."""
     start, python, problems = time.monotonic(), interpreter(environment), list[str]()
     states: dict[str, dict[str, str]] = {"passed": {}, "failed": {}, "skipped": {}}
     BUILD.mkdir(parents=True, exist_ok=True)
@@ -206,9 +208,9 @@ def run(environment: Environment, paths: Sequence[str], options: argparse.Namesp
             folders = [checkout, *(file.parent for file in sorted(checkout.glob("*/*/pyproject.toml")))]
             variables |= {"PYTHONPATH": os.pathsep.join(map(str, folders)), "PYTHONDONTWRITEBYTECODE": "1"}
         junit, before = work / "base" / "junit.xml", work / "base" / "before"
-        pytest = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--dist", "loadfile"]
+        pytest = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         pytest += ["-m", options.marks, f"--junitxml={junit}", f"--basetemp={work / 'base' / 'pytest'}"]
-        pytest += ["-n", str(0 if environment.alone else options.jobs)]
+        pytest += ["--forks", str(0 if environment.alone else options.jobs)]
         pytest += [word.format(seed=options.seed) for word in environment.arguments]
         shell = f'set -e\n{environment.shell}\nfind "$W/home" "$W/tmp" > "$W/base/before"\nexec "$@"'
         before.touch()
@@ -217,7 +219,7 @@ def run(environment: Environment, paths: Sequence[str], options: argparse.Namesp
                 junit.unlink(missing_ok=True)
                 argv = [*unshared(environment), "sh", "-c", shell, "sh", *pytest, *these]
                 given = {**os.environ, **variables, **environment.variables}
-                code = limited(argv, options.limit, cwd=checkout, env=given, stdout=log, stderr=log)
+                code = limited(argv, limit, cwd=checkout, env=given, stdout=log, stderr=log)
                 if code not in (0, 1, 5) or not junit.exists():  # 5: no test was selected
                     problems.append(f"status {code}")
                 for name, state, reason in results(junit):
@@ -263,6 +265,19 @@ def test_files(paths: Sequence[str]) -> list[str]:
     """Return the test files of these paths."""
     found = [[*(ROOT / path).rglob("test_*.py")] or [ROOT / path.partition("::")[0]] for path in paths]
     return sorted({str(file.relative_to(ROOT)) for files in found for file in files})
+
+
+def drawn(paths: Sequence[str], options: argparse.Namespace, draw: random.Random) -> list[str]:
+    """Return test files drawn at random that have at most `options.tests` selected tests together."""
+    argv = [sys.executable, "-m", "pytest", "-qq", "--collect-only", "-p", "no:cacheprovider", "-m", options.marks]
+    listed = subprocess.run([*argv, *paths], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    counts = {file: int(count) for file, count in re.findall(r"(?m)^(\S+\.py): (\d+)$", listed)}
+    left, files = options.tests, list[str]()
+    for file in draw.sample(sorted(counts), len(counts)):
+        if counts[file] <= left:
+            files.append(file)
+            left -= counts[file]
+    return files
 
 
 def copied(folder: Path) -> Path:

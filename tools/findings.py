@@ -1,12 +1,11 @@
 """Runs the scripts of `findings/`, or writes their table.
 
 `python tools/findings.py run [SCRIPT ...]` runs all scripts, or those named, and prints which changed. With `table` it
-writes `findings/README.md` from their docstrings. Each docstring begins with one sentence and has the fields of
+writes `findings/README.md` from the comments at their tops, which begin with one sentence and have the fields of
 `FIELDS`.
 """
 
 import argparse
-import ast
 import os
 import re
 import signal
@@ -27,7 +26,7 @@ INTRODUCTION = """# Findings
 
 What other software really does, where its documentation or common sense says otherwise. Each script is run alone. It
 installs pinned packages from PyPI in a temporary folder, runs them on valid input without flagcore, and fails if they
-no longer do what its docstring shows. `make findings` runs all and prints which changed. CI does not run them.
+no longer do what its first lines show. `make findings` runs all and prints which changed. CI does not run them.
 
 A finding needs Python 3.11 or later and, with torch, a download of the size of its build. [What engines really
 do](../docs/engines-really.md) says what flagcore does about each. To add one, copy the form of another script, write
@@ -36,7 +35,7 @@ down what you expect before you run it, and run `python tools/findings.py table`
 
 
 class Finding(NamedTuple):
-    """A script, the sentence with which its docstring begins, and the docstring's fields by name."""
+    """A script, the sentence with which its comment begins, and the comment's fields by name."""
 
     name: str
     title: str
@@ -44,12 +43,13 @@ class Finding(NamedTuple):
 
 
 def findings(folder: Path = FOLDER) -> Iterator[Finding]:
-    """Yield the findings in a folder, by name. Raises ValueError for a docstring without one of the fields."""
-    for path in sorted(folder.glob("*.py")):
-        title, *parts = re.split(rf"\n+({'|'.join(FIELDS)}): *", ast.get_docstring(ast.parse(path.read_text())) or "")
+    """Yield the findings in a folder, by name. Raises ValueError for a comment without one of the fields."""
+    for path in sorted(folder.glob("*.sh")):
+        comment = re.sub(r"(?m)^# ?", "", path.read_text("utf-8").partition("\n")[2].partition("\nset ")[0])
+        title, *parts = re.split(rf"\n+({'|'.join(FIELDS)}): *", comment)
         fields = dict(zip(parts[::2], parts[1::2], strict=True))
         if tuple(fields) != FIELDS:
-            raise ValueError(f"{path.name}: the docstring must have the fields {', '.join(FIELDS)}, not {[*fields]}")
+            raise ValueError(f"{path.name}: the comment must have the fields {', '.join(FIELDS)}, not {[*fields]}")
         yield Finding(path.name, one_line(title), fields)
 
 
@@ -77,7 +77,7 @@ def table(found: Iterable[Finding]) -> str:
 
 def run(path: Path) -> str:
     """Run a script. Return an empty text, or why it failed: the last line of its errors."""
-    process = subprocess.Popen([sys.executable, path], stdout=PIPE, stderr=PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(["sh", path], stdout=PIPE, stderr=PIPE, text=True, start_new_session=True)
     try:
         errors = process.communicate(timeout=LIMIT_SECONDS)[1]
     except subprocess.TimeoutExpired:
@@ -97,7 +97,7 @@ def main() -> int:
         (FOLDER / "README.md").write_text(table(findings()), encoding="utf-8")
         return 0
     changed = 0
-    for path in options.scripts or sorted(FOLDER.glob("*.py")):
+    for path in options.scripts or sorted(FOLDER.glob("*.sh")):
         start = time.monotonic()
         reason = run(path)
         changed += bool(reason)

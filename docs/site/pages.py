@@ -63,5 +63,5 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Return the page with adapted links, without those to scripts of findings. Called once per page."""
     for path, name in JOINED.items():
         markdown = markdown.replace(f"](../{path}", f"]({name}")
-    markdown = re.sub(r"\[([^]]+)\]\((?:\.\./findings/)?\w+\.py\)", r"\1", markdown)
+    markdown = re.sub(r"\[([^]]+)\]\((?:\.\./findings/)?\w+\.sh\)", r"\1", markdown)
     return re.sub(r"\]\(\.\./plugins/(\w+)/README\.md\)", r"](vendors/\1.md)", markdown)

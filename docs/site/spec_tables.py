@@ -5,6 +5,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
+from flagcore_goodput.job import JobDocument
 from flagcore_megatron.space.knobs import KNOBS
 from flagcore_rl.documents import RlDocument
 from flagcore_serving.documents import ServeDocument
@@ -12,7 +13,7 @@ from flagcore_serving.documents import ServeDocument
 from flagcore.spec.schema import document_of
 from flagcore.spec.validate import describe, keys_of
 
-MARK = re.compile(r"^<!-- keys (train|serve|rl):([\w.]*) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- keys (train|serve|rl|goodput):([\w.]*) -->$", re.MULTILINE)
 """The first line of a block of this module."""
 HEAD = "| key | values | default | meaning |\n| --- | --- | --- | --- |"
 
@@ -27,6 +28,7 @@ def render(mark: str) -> str:
 def schema(kind: str) -> dict[str, Any]:
     """Return the JSON Schema of a spec of this kind."""
     documents: dict[str, Any] = {"train": document_of("megatron", KNOBS), "serve": ServeDocument, "rl": RlDocument}
+    documents["goodput"] = JobDocument
     return dict(documents[kind].model_json_schema())
 
 

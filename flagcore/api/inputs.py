@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,15 +14,14 @@ from flagcore.contracts import Problem
 from flagcore.domain.chip import unknown_chip_hint
 from flagcore.domain.files import write
 from flagcore.domain.knob import Knob, Knobs
-from flagcore.domain.metrics import LATENCIES, STATISTICS
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.spec import AUTO, HOSTFILE, LOCAL, Spec
-from flagcore.domain.units import SECONDS, parse_amount
 from flagcore.errors import FlagError, NoDevice, SpecError, UsageError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.plugins import (
     LAUNCHERS,
+    SECTIONS,
     STRATEGIES,
     LoadedPlugins,
     engine_of,
@@ -93,26 +93,16 @@ def changed_spec(spec: SpecLike, changes: Mapping[str, Any]) -> LoadedSpec:
     return LoadedSpec(file, changed)
 
 
-def with_limits(spec: SpecLike, limits: Iterable[str]) -> LoadedSpec:
-    """Return a spec of servers with latency limits, such as `p99 ttft 1s`. Without a statistic, a limit is of the p99.
+def with_limits(spec: SpecLike, limits: Iterable[str], rate: float | str | None = None) -> LoadedSpec:
+    """Return a spec of servers with limits, such as `p99 ttft 1s`, and a `rate` of requests per second, or `auto`.
 
     Raises UsageError, SpecError.
     """
-    changes = dict[str, object]()
-    for limit in (each for text in limits for each in text.split(",")):
-        words = limit.lower().replace("=", " ").replace("<", " ").split()
-        latency = next((name for word in words for name in LATENCIES if word in (name, name.removesuffix("_s"))), None)
-        statistic = next((word for word in words if word in STATISTICS), "p99")
-        seconds = parse_amount(words[-1], SECONDS) if words else None
-        if latency is None or seconds is None or len(words) != 2 + (statistic in words):
-            names = ", ".join(name.removesuffix("_s") for name in LATENCIES)
-            text = N_("--slo {limit}: expected a limit such as `p99 ttft 1s`, of {names}")
-            raise UsageError(_(text, limit=limit, names=names))
-        changes[f"serve.slo.{latency}.{statistic}"] = seconds
     file, data = spec_data(spec)
     if "serve" not in data:
-        raise UsageError(_("--slo is for servers, but {file} has no section {section}", file=file, section="serve"))
-    return changed_spec(LoadedSpec(file, data), changes)
+        text = N_("--slo and --rate are for servers, but {file} has no section {section}")
+        raise UsageError(_(text, file=file, section="serve"))
+    return changed_spec(LoadedSpec(file, data), import_module(kinds()["serve"].documents).changes_of_load(limits, rate))
 
 
 def with_settings(spec: SpecLike, settings: Iterable[str]) -> LoadedSpec:
@@ -144,7 +134,7 @@ def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[
 
 def without_budget(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a spec without the keys that may change when a run is resumed."""
-    kept = with_fidelity(data)
+    kept = {key: each for key, each in with_fidelity(data).items() if key not in names(SECTIONS)}
     if control := (kept.get("auto_tuner") or {}).get("control"):
         fixed = {key: value for key, value in control.items() if key not in ("max_trials", "max_time")}
         kept["auto_tuner"] = {**kept["auto_tuner"], "control": fixed}
@@ -315,6 +305,8 @@ def _plugin_knobs(
         return []
     engine_names = {name for knob in knobs_of_spec(data).values() for name in knob.names} if names else set()
     found = _knobs_of_plugins(engine, without) if names - engine_names - {engine} else ()
+    if names - engine_names - {engine, *(knob.name for knob in found)}:
+        with_overlay(load_plugins(without), LOG.warning).knobs_on_any_chip(engine)
     return [knob for knob in found if knob.name not in engine_names]
 
 

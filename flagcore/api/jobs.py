@@ -22,7 +22,7 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import TaskAdvice
 from flagcore.domain.features import Observations, PastMeasurements, features
 from flagcore.domain.knob import Knob
-from flagcore.domain.prediction import Prediction, components_of_row
+from flagcore.domain.prediction import Prediction, Predictions, components_of_row
 from flagcore.domain.records import GIB, prediction_record, rank_record
 from flagcore.domain.space import Columns, KnobValue, Rule
 from flagcore.domain.spec import ClusterSpec, JobRecord, Spec, Task
@@ -54,7 +54,7 @@ def estimate_jobs(lines: Iterable[Line], *, without: Collection[str] = (), at_on
     Records are predicted in batches of `at_once` lines.
     """
     with loaded_plugins(without) as loaded:
-        jobs, remaining_lines, seen_ids = _Jobs(loaded), iter(lines), set[str]()
+        jobs, remaining_lines, seen_ids, invalid = _Jobs(loaded), iter(lines), set[str](), 0
         while batch := list(islice(remaining_lines, at_once)):
             for line, answer in zip(batch, jobs.answers(batch), strict=True):
                 name = _printable_id(line)
@@ -63,6 +63,8 @@ def estimate_jobs(lines: Iterable[Line], *, without: Collection[str] = (), at_on
                     answer = {**answer, "warnings": [*answer.get("warnings", ()), duplicate_warning]}
                 seen_ids |= {name} if name is not None else set()
                 yield {"id": name, **answer}
+                if (invalid := invalid + 1 if answer["status"] == "invalid" else 0) >= AT_ONCE:
+                    raise UsageError(_("{count} records in a row are invalid; correct them", count=invalid))
 
 
 def predict_records(records: Sequence[Mapping[str, Any]], loaded: LoadedPlugins) -> list[Answer]:
@@ -291,13 +293,16 @@ def _observations(
     return pairs[0], pairs[1]
 
 
-def detailed_predictions(platform: Platform, columns: Columns, *, details: bool = True) -> list[Prediction]:
+def detailed_predictions(
+    platform: Platform, columns: Columns, predictions: Predictions | None = None, *, details: bool = True
+) -> list[Prediction]:
     """Return the prediction of each row, with `details` with the layers of each stage, and with the memory of the model
     components on the stage that needs the most, which take as long again.
 
-    If a row has no predicted time, its prediction contains the reason.
+    `predictions`: those of the rows, if they are known. If a row has no predicted time, its prediction contains the
+    reason.
     """
-    predictions = predict_columns(platform, columns)
+    predictions = predictions or predict_columns(platform, columns)
     components = predict_components(platform, columns, predictions.worst_stage) if details else {}
     layers = predict_stage_layers(platform, columns) if details else {}
     found = []

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flagcore.api.inputs import UNNAMED, LoadedSpec, OpenedSpec, SpecLike, knobs_of_spec, open_spec
 from flagcore.api.jobs import detailed_predictions
 from flagcore.api.notes import warn
@@ -175,8 +177,11 @@ def read_run(path: Path) -> Run:
     fidelities = [each.fidelity for each in trials if each.fidelity in FIDELITIES and not each.source]
     fidelity = str(data.get("fidelity") or max(fidelities, key=FIDELITIES.index, default=RUN))
     if fidelity == ESTIMATE:
-        return replace(_from_predictions(path, data), spec=spec, notes=tuple(notes))
-    fields = trial_fields(trials, fidelity)
+        plan = _plan_of(path, data)  # trials are predictions, which only the result contains
+        fields = {name: plan[name] for name in ("trials", "speedup", "baseline", "best")}
+        fields["search_state"] = SearchState()
+    else:
+        fields = trial_fields(trials, fidelity)
     return Run(folder=path, spec=spec, data=data, fidelity=fidelity, notes=tuple(notes), **fields)
 
 
@@ -296,13 +301,6 @@ def count_trials(data: Mapping[str, Any]) -> int:
     return sum(len(data.get(name) or ()) for name in ("trials", "repeats", "probes"))
 
 
-def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
-    """Return the run of an estimate. Its trials are predictions, which only the result contains."""
-    plan = _plan_of(path, data)
-    fields = {name: plan[name] for name in ("trials", "speedup", "baseline", "best")}
-    return Run(folder=path, spec={}, data=data, fidelity=ESTIMATE, search_state=SearchState(), **fields)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """A problem and the state of its search. For a spec, `run` is None and the search has no trials.
@@ -344,9 +342,10 @@ class Snapshot:
             f"{rule.name}: {_(rule.message)}" for rule in self.problem.rules if rule.prunes(columns, predictions).any()
         ]
 
-    def predicted(self, columns: Columns) -> Prediction:
-        """Return the prediction of a candidate, which may be outside the space, like `detailed_predictions`."""
-        return detailed_predictions(self.problem.platform, columns)[0]
+    def predicted(self, columns: Columns, row: int | None) -> Prediction:
+        """Return the prediction of a candidate, like `detailed_predictions`. `row`: None if it is outside the space."""
+        known = None if row is None else self.problem.predictions.take(np.array([row]))
+        return detailed_predictions(self.problem.platform, columns, known)[0]
 
 
 def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -> Snapshot:

@@ -12,9 +12,9 @@ from flagcore.api.candidate_parser import broken_rules_of, parse_candidate
 from flagcore.api.runs import Snapshot, all_trials, no_best_error
 from flagcore.domain.prediction import Belief
 from flagcore.domain.space import Axis, Candidate, Columns, FloatArray, IntArray, KnobValue, as_candidate
-from flagcore.domain.trial import Trial, TrialState
+from flagcore.domain.trial import Trial, TrialState, is_disturbed
 from flagcore.errors import UsageError
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.report.candidate_report import causes_text
 from flagcore.tuner.problem import listed_last, recommended_row, rows_by_time
 from flagcore.tuner.stages.build import canonical
@@ -61,7 +61,7 @@ class Subject:
         self.columns = columns if self.broken else canonical(columns, problem.legality.merges)
         self.requested, self.candidate = as_candidate(axes, columns), as_candidate(axes, self.columns)
         self.row = None if self.broken else problem.space.find(self.candidate)
-        self.predicted = None if self.broken else snapshot.predicted(self.columns)
+        self.predicted = None if self.broken else snapshot.predicted(self.columns, self.row)
         self.trials = [trial for trial in all_trials(snapshot.run) if trial.candidate == self.candidate]
         stored = next((trial.predicted for trial in self.trials if trial.predicted and not trial.source), None)
         if stored and self.predicted:  # what was predicted before the trial, also if calibrations have changed since
@@ -90,6 +90,11 @@ class Subject:
         speed = self.snapshot.search_state.speed_of(self.candidate)
         return 1.0 / speed if speed else None
 
+    @property
+    def comparable_s(self) -> float | None:
+        """`measured_s`, or None if other programs used cores in all runs: no prediction can be compared with these."""
+        return None if is_disturbed(self.runs) else self.measured_s
+
     @cached_property
     def believed(self) -> Belief | None:
         """The prediction corrected by the trials of the run.
@@ -109,12 +114,12 @@ class Subject:
 
     @cached_property
     def expected_s(self) -> float | None:
-        """The step time in seconds: as measured, else as corrected by trials, else as predicted.
+        """The step time in seconds without other programs: as measured, else as corrected by trials, else as predicted.
 
         The time of a trial that was stopped early is a lower bound.
         """
-        if self.row is None or self.measured_s:
-            return self.measured_s or self.scaled_s
+        if self.row is None or self.comparable_s:
+            return self.comparable_s or self.scaled_s
         lower_bound_s = _stopped_at(self.snapshot, self.candidate)
         predicted_s = self.snapshot.problem.predictions.row(self.row).step_time_s
         step = self.believed.step_time_s if self.believed else predicted_s
@@ -143,10 +148,11 @@ class Subject:
         other = Subject.of_row(self.snapshot, row)
         if other.expected_s is None:
             return ""
-        are_measured = bool(self.measured_s and other.measured_s)
-        expected = _("expected after trials") if self.snapshot.has_trials else _("predicted")
-        seconds, source = (other.expected_s, self.expected_s), _("measured") if are_measured else expected
-        return self.causes_against(other, name, seconds, source, has_rounds=is_best and are_measured)
+        seconds, source = (other.expected_s, self.expected_s), expected_text((self, other))
+        if other.measured_s and self.measured_s:
+            seconds, source = (other.measured_s, self.measured_s), _("measured")
+        has_rounds = is_best and source == _("measured")
+        return self.causes_against(other, name, seconds, source, has_rounds=has_rounds)
 
     def causes_against(
         self, other: Subject, name: str, seconds: tuple[float, float], source: str, *, has_rounds: bool = False
@@ -175,6 +181,13 @@ class Subject:
         if time.min() < own_s:
             places["fastest"] = int(np.lexsort((distances, time))[0])
         return {kind: int(rows[place]) for kind, place in places.items()}
+
+
+def expected_text(sides: Iterable[Subject]) -> str:
+    """Return how the `expected_s` of subjects are known, of which at least one was not measured."""
+    text = N_("expected after trials") if any(each.snapshot.has_trials for each in sides) else N_("predicted")
+    is_disturbed_once = any(each.measured_s and not each.comparable_s for each in sides)
+    return _("expected after trials, if no other program uses the cores") if is_disturbed_once else _(text)
 
 
 def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str], IntArray]:
@@ -288,17 +301,18 @@ def allowed_rows(snapshot: Snapshot) -> IntArray:
 
 
 def scaled_times(snapshot: Snapshot) -> FloatArray:
-    """Return the step time of each row in seconds: as measured, else the scaled prediction, else infinity.
+    """Return the step time of each row in seconds: as measured without other programs, else the scaled prediction, else
+    infinity.
 
-    The scale is the median of measured over predicted times; it is 1 if there are no trials. The time of a trial that
-    was stopped early is a lower bound.
+    The scale is the median of measured over predicted times, 1 without such trials. The time of a trial that was
+    stopped early is a lower bound.
     """
     times = np.nan_to_num(snapshot.problem.predictions.step_time_s * scale(snapshot), nan=np.inf)
     for trial in snapshot.search_state.trials:
         lower_bound_s, row = _stopped_at(snapshot, trial.candidate), snapshot.problem.space.find(trial.candidate)
         if lower_bound_s is not None and row is not None:
             times[row] = max(times[row], lower_bound_s) if np.isfinite(times[row]) else lower_bound_s
-    for trial, row in _measured(snapshot):
+    for trial, row in _measured(snapshot, comparable=True):
         times[row] = 1.0 / snapshot.search_state.speed_of(trial.candidate)
     return times
 
@@ -306,7 +320,7 @@ def scaled_times(snapshot: Snapshot) -> FloatArray:
 def scale(snapshot: Snapshot) -> float:
     """Return the median ratio of measured to predicted step times, or 1 if there are no measurements."""
     predicted_s = snapshot.problem.predictions.step_time_s
-    measured = ((trial.measurement, predicted_s[row]) for trial, row in _measured(snapshot))
+    measured = ((trial.measurement, predicted_s[row]) for trial, row in _measured(snapshot, comparable=True))
     ratios = [each.step_time_s / seconds for each, seconds in measured if each and np.isfinite(seconds)]
     return float(np.median(ratios)) if ratios else 1.0
 
@@ -318,7 +332,9 @@ def _stopped_at(snapshot: Snapshot, candidate: Candidate) -> float | None:
     return trial.measurement.step_time_s if trial and is_stopped and trial.measurement else None
 
 
-def _measured(snapshot: Snapshot) -> list[tuple[Trial, int]]:
-    """Return the measured trials whose candidates are in the space, each with its row."""
-    trials = (each for each in snapshot.search_state.trials if each.state is TrialState.MEASURED and each.measurement)
-    return [(trial, row) for trial in trials if (row := snapshot.problem.space.find(trial.candidate)) is not None]
+def _measured(snapshot: Snapshot, *, comparable: bool = False) -> list[tuple[Trial, int]]:
+    """Return the measured trials, without disturbed ones if `comparable`, of candidates in the space with their row."""
+    state, find = snapshot.search_state, snapshot.problem.space.find
+    trials = (each for each in state.trials if each.state is TrialState.MEASURED and each.measurement)
+    known = (each for each in trials if not (comparable and is_disturbed(state.runs_of(each.candidate))))
+    return [(trial, row) for trial in known if (row := find(trial.candidate)) is not None]

@@ -1,6 +1,7 @@
 """The entry point `flag`: the group of commands, and the conversion of errors to messages and exit codes."""
 
 import errno
+import gc
 import io
 import os
 import re
@@ -28,17 +29,17 @@ from flagcore.loading.limits import end_despite_threads
 
 GROUPS = {
     N_("Start"): {"init": "specs", "import": "", "tune": "tune"},
-    N_("Plan"): {"models": "", "estimate": "plan", "probe": "plan", "compare": "plan", "size": ""},
+    N_("Plan"): {"models": "", "estimate": "plan", "probe": "plan", "compare": "plan", "size": "", "goodput": ""},
     N_("Inspect"): {"explain": "plan", "report": "tune", "runs": "tune"},
     N_("Use the result"): {"run": "tune", "export": "tune", "manifest": ""},
     N_("Hardware"): {"devices": "machine", "doctor": "machine", "calibrate": "", "operators": ""},
-    N_("Extend"): {"plugins": "machine", "schema": "machine", "completion": "machine"},
+    N_("Extend"): {"plugins": "machine", "schema": "machine", "completion": "machine", "mcp": ""},
 }
 """The commands by what they are for, in the order of `flag --help`. The values are their modules in `flagcore.cli`,
 or empty for commands of other distributions."""
 OWN = {name: f"flagcore.cli.{module}" for group in GROUPS.values() for name, module in group.items() if module}
-EXTRAS = {"manifest": "kubernetes"}
-"""The extra of flagcore that has a command, if it is not installed with flagcore."""
+EXTRAS = {"manifest": "kubernetes", "mcp": "mcp", "goodput": "goodput"}
+"""The commands that are not installed with flagcore, with their extra."""
 SYNONYMS = {
     "plan": "estimate",
     "predict": "estimate",
@@ -119,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by nohup, so it stays ignored
             signal.signal(number, _interrupt)
+    gc.set_threshold(20_000, 20, 20)  # modules and plans have few cycles: looking for them takes a twelfth of a plan
     _configure_streams()
     _choose_language()
     status = _run(list(sys.argv[1:] if argv is None else argv))

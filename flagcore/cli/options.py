@@ -58,23 +58,19 @@ def _formatted(command: Callable[..., Any], /, *arguments: Any, wide: bool, quie
 QUIET = click.option("-q", "--quiet", is_flag=True, help=N_("Hide progress and notes."))
 
 
-def _quiet(command: Callable[..., Any], /, *arguments: Any, quiet: bool, **others: Any) -> Any:
-    return command(*arguments, **others)
-
-
-quiet = _adding(_quiet, QUIET)
+quiet = _adding(lambda command, /, *arguments, quiet, **others: command(*arguments, **others), QUIET)
 """Adds `--quiet` to a command without `--format`."""
 
 
 def job_words(changes: Sequence[str] = ()) -> list[str]:
-    """Return the words of the current command that describe its job: SPEC, or the options that replace or change it.
-    `changes` are KEY=VALUE for further `--set`, which replace those of the same keys."""
+    """Return the words of the current command that describe its job. `changes` replace the `--set` of the same keys."""
     given = click.get_current_context().params
     words = [given["spec"]] if given["spec"] else []
-    for name in ("model", "engine", "nodes", "devices", "chip", "ttft_p99"):
+    for name in ("model", "engine", "nodes", "devices", "chip", "ttft_p99", "tpot_p99", "rate"):
         words += [f"--{name.replace('_', '-')}", str(given[name])] if given.get(name) else []
-    settings = {each.partition("=")[0]: each for each in (*given["settings"], *changes)}
-    pairs = {"--slo": given["slo"], "--set": settings.values()}
+    chosen = [f"auto_tuner.objective={given['objective']}"] if given.get("objective") else []
+    settings = {each.partition("=")[0]: each for each in (*given["settings"], *chosen, *changes)}
+    pairs = {"--slo": given["slo"], "--set": settings.values(), "--no-plugin": given.get("without", ())}
     return words + [word for option, values in pairs.items() for each in values for word in (option, each)]
 
 
@@ -157,7 +153,8 @@ class Seconds(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the duration in seconds."""
         seconds = parse_amount(value, SECONDS) if isinstance(value, str) else None
-        return super().convert(value if seconds is None else seconds, param, ctx)
+        number = super().convert(value if seconds is None else seconds, param, ctx)
+        return number if number == number else self.fail(_("{value} is not a number", value=value), param, ctx)
 
 
 SILENT_S = 2.0
@@ -275,6 +272,7 @@ def pods(command: F) -> F:
         ("pods FILE", N_("YAML file with fields of a pod's spec, such as tolerations, that are merged into all pods.")),
         ("user NUMBER", N_("Run as this user, with the rights that the Pod Security Standard restricted allows.")),
         ("rdma RESOURCE", N_("Request this resource of network adapters, for RDMA, in each pod.")),
+        ("resource NAME", N_("Name of the devices in Slurm or Kubernetes, such as npu [default: the vendor's].")),
         ("queue NAME", N_("Queue of Kueue or Volcano.")),
         ("volume CLAIM:PATH", N_("Persistent volume claim and its mount point, for kubernetes and dynamo.")),
     ):
@@ -295,19 +293,22 @@ def _with_model(
     devices: int | None,
     slo: tuple[str, ...],
     ttft_p99: str | None,
+    tpot_p99: str | None,
+    rate: float | str | None = None,
     **others: Any,
 ) -> Any:
-    slo = (*slo, f"p99 ttft {ttft_p99}") if ttft_p99 else slo
+    slo += tuple(f"p99 {name} {limit}" for name, limit in (("ttft", ttft_p99), ("tpot", tpot_p99)) if limit)
     if model is None:
         if any(value is not None for value in (engine, nodes, devices)):
             raise click.UsageError(_("--engine, --nodes and --devices require --model; use --set with SPEC"))
-    elif spec is not None or others.get("jobs") is not None:
+    elif (spec is not None and "candidate" not in others) or others.get("jobs") is not None:
         raise click.UsageError(_("--model replaces SPEC"))
     else:
+        others |= {"candidate": (spec, *others["candidate"])} if spec is not None else {}
         spec = api.spec_of_model(model, engine=engine, chip=others.get("chip"), nodes=nodes, devices=devices)
         if "run_dir" in others:
             others["run_dir"] = others["run_dir"] or api.RUNS / Path(model).name
-    return command(spec=api.with_limits(spec, slo) if slo and spec is not None else spec, **others)
+    return command(spec=api.with_limits(spec, slo, rate) if (slo or rate) and spec is not None else spec, **others)
 
 
 model = _adding(
@@ -318,8 +319,19 @@ model = _adding(
     click.option("--devices", type=click.IntRange(1), help=N_("With --model: devices per host [default: all].")),
     click.option("--slo", multiple=True, metavar="LIMIT", help=N_("Latency limit, such as p99 ttft 1s (repeatable).")),
     click.option("--ttft-p99", metavar="TIME", help=N_("Short for --slo 'p99 ttft TIME'.")),
+    click.option("--tpot-p99", metavar="TIME", help=N_("Short for --slo 'p99 tpot TIME'.")),
 )
 """Adds `--model`, `--engine`, `--nodes`, `--devices`, which replace SPEC, and `--slo`. The command receives `spec`."""
+
+
+class _Rate(click.FloatRange):
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Return `auto`, or a number in the range."""
+        return value if value == "auto" else super().convert(value, param, ctx)
+
+
+_RATE = N_("Servers: requests per second that arrive, instead of the load of the spec; auto: the most within limits.")
+rate = click.option("--rate", type=_Rate(0, min_open=True), metavar="N", help=_RATE)
 
 
 def _with_new_file(

@@ -25,6 +25,7 @@ from flagcore.i18n import N_, _
 @click.command("estimate")
 @options.tree
 @options.model
+@options.rate
 @click.option(
     "--jobs", type=click.Path(), metavar="FILE", help="Predict job records from a JSON Lines file (- for stdin)."
 )
@@ -49,13 +50,7 @@ from flagcore.i18n import N_, _
 @options.output
 @options.plugins
 def estimate_command(
-    spec: Any,
-    jobs: str | None,
-    top: int,
-    every: bool,
-    explain: str | None,
-    form: str,
-    **arguments: Any,
+    spec: Any, jobs: str | None, top: int, every: bool, explain: str | None, form: str, **arguments: Any
 ) -> None:
     """Predict memory and time of all candidates of SPEC, or of job records, without running anything.
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -91,7 +92,8 @@ def _ask(text: str, option: str, default: Any = None, check: Callable[[Any], obj
     """
 
     def valid(answer: Any) -> Any:
-        answer = int(answer) if str(answer).isdecimal() else answer
+        with suppress(ValueError):
+            answer = (float if isinstance(default, float) else int)(answer)
         try:
             check(answer)
         except FlagError as error:

@@ -26,16 +26,18 @@ def _watchers() -> Sequence[str]:
 @click.command("tune")
 @options.tree
 @options.model
+@options.rate
 @click.option("--run-dir", type=click.Path(), metavar="DIR", help="Directory of the run [default: runs/NAME-OF-SPEC].")
 @click.option("--new", is_flag=True, help="Start a new run; an existing one is renamed, not deleted.")
 @click.option("--storage", metavar="URL", help="Optuna storage for the trials [default: journal in the run].")
 @click.option(
     "--fidelity",
-    type=click.Choice(("estimate", "probe", "run")),
-    help="Predict only, probe ranks on one device, or run [default: as in SPEC, else run].",
+    type=click.Choice(("estimate", "schedule", "probe", "run")),
+    help="Predict only, ask the engine's scheduler, probe ranks, or run [default: as in SPEC, else run].",
 )
 @click.option("--max-trials", metavar="N", help="Maximum number of trials.")
 @click.option("--time", "max_time", metavar="TIME", help="Time limit of the whole search, such as 30min or 2h.")
+@click.option("--no-answers", is_flag=True, help="Recommend candidates whose answers were not checked.")
 @click.option("--dry-run", is_flag=True, help="Check what is needed, and print the first candidates; start nothing.")
 @options.settings(waits=False)
 @options.chip(N_("Tune for this chip instead of the one in the spec."))
@@ -57,6 +59,7 @@ def tune_command(
     form: str,
     max_trials: str | None,
     max_time: str | None,
+    no_answers: bool,
     dry_run: bool,
     **given: Any,
 ) -> None:
@@ -75,7 +78,7 @@ def tune_command(
         raise click.UsageError(_("Missing argument") + " 'SPEC'.")
     if chip is not None:
         spec = api.changed_spec(spec, {"cluster.chip": chip})
-    limits = {"max_trials": max_trials, "max_time": max_time}
+    limits = {"max_trials": max_trials, "max_time": max_time, "answers": "null" if no_answers else None}
     if changes := [f"auto_tuner.control.{key}={value}" for key, value in limits.items() if value is not None]:
         spec = api.with_settings(spec, changes)
     if dry_run:
@@ -131,7 +134,7 @@ def run_command(run: str, port: int | None, dry_run: bool) -> None:
     """Start the best configuration of RUN (the directory of a run) in the foreground.
 
     Your `train.command` replaces this process, without the flags that shorten a trial. Without a `train.command`, the
-    full command of the engine is printed, for you to complete.
+    full command of the engine is printed, for you to complete (exit code 2).
 
     Servers run as child processes. Their URL is printed when they are ready, and they stop with this process.
     """
@@ -188,9 +191,10 @@ class _Export(click.Command):
 
 
 @click.command("export", cls=_Export)
-@click.argument("spec", required=False, type=click.Path(exists=True), metavar="[RUN|SPEC]")
+@click.argument("spec", required=False, type=click.Path(), metavar="[RUN|SPEC]")
 @click.argument("candidate", nargs=-1, metavar="[CANDIDATE]...")
 @options.model
+@options.rate
 @click.option(
     "--to",
     "target",
@@ -205,6 +209,7 @@ class _Export(click.Command):
 @click.option(
     "--kind", type=click.Choice(("jobset", "pytorchjob", "volcano")), help="Kind of a Kubernetes job [default: jobset]."
 )
+@click.option("--replicas", type=click.IntRange(1), help="Copies of a server, for kubernetes and dynamo [default: 1].")
 @options.pods
 @options.settings()
 @options.chip()
@@ -214,21 +219,20 @@ def export_command(spec: Any, candidate: tuple[str, ...], target: str, output: s
 
     CANDIDATE has the same form as for `flag explain` [default: best]. The paths of the files are printed.
     """
-    named = {name: given.pop(name) for name in ("image", "kind", "volume", "queue", "rdma", "user", "pods")}
-    options_of_target = {name: str(value) for name, value in named.items() if value is not None}
+    names = ("image", "kind", "volume", "queue", "rdma", "user", "pods", "replicas", "resource")
+    given["options"] = {name: str(value) for name in names if (value := given.pop(name)) is not None}
     if spec is None:
         raise click.UsageError(_("one of SPEC, RUN and --model is required"))
-    given |= {"options": options_of_target}
-    if output == "-":
-        with tempfile.TemporaryDirectory() as folder:
-            exported = api.export(spec, target, ", ".join(candidate) or "best", output=Path(folder, "-"), **given)
-            if len(exported.files) > 1:
-                raise click.UsageError(_("--to {target} writes several files: use a folder", target=target))
-            click.echo(exported.files[0].read_text("utf-8", errors="surrogateescape"), nl=False)
-    else:
-        exported = api.export(spec, target, ", ".join(candidate) or "best", output=output, **given)
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder, "-") if output == "-" else output
+        exported = api.export(spec, target, ", ".join(candidate) or "best", output=place, **given)
+        if output == "-" and len(exported.files) > 1:
+            raise click.UsageError(_("--to {target} writes several files: use a folder", target=target))
         for file in exported.files:
-            options.show(str(file), "path")
+            if output == "-":
+                click.echo(file.read_text("utf-8", errors="surrogateescape"), nl=False)
+            else:
+                options.show(str(file), "path")
     for note in exported.notes:
         options.say(f"flag: {note}")
 

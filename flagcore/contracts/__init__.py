@@ -29,47 +29,9 @@ from flagcore.contracts.plugin import (
 )
 from flagcore.contracts.search import LEADERS, Choice, Event, OnEvent, Problem, SearchContext, Strategy, Watcher
 
-__all__ = [
-    "LEADERS",
-    "AttentionShape",
-    "Bounds",
-    "Choice",
-    "CollectiveCosts",
-    "Commands",
-    "Costs",
-    "Engine",
-    "Event",
-    "ExportJob",
-    "Exporter",
-    "FindCandidate",
-    "HeldHosts",
-    "HistoryReader",
-    "HostCheck",
-    "HostSetup",
-    "ImportedSpec",
-    "Importer",
-    "KernelCosts",
-    "Launcher",
-    "MemoryModel",
-    "Network",
-    "OnEvent",
-    "PageWriter",
-    "Plans",
-    "Platform",
-    "Probes",
-    "Problem",
-    "PruningRule",
-    "Published",
-    "RunningLaunch",
-    "SearchContext",
-    "Steps",
-    "Strategy",
-    "Telemetry",
-    "Watcher",
-    "commands_of",
-    "communicator_bytes",
-    "device_use",
-    "differs_only",
-    "probes_of",
-    "unsupported",
-]
+__all__ = ["LEADERS", "AttentionShape", "Bounds", "Choice", "CollectiveCosts", "Commands", "Costs", "Engine", "Event"]
+__all__ += ["ExportJob", "Exporter", "FindCandidate", "HeldHosts", "HistoryReader", "HostCheck", "HostSetup"]
+__all__ += ["ImportedSpec", "Importer", "KernelCosts", "Launcher", "MemoryModel", "Network", "OnEvent", "PageWriter"]
+__all__ += ["Plans", "Platform", "Probes", "Problem", "PruningRule", "Published", "RunningLaunch", "SearchContext"]
+__all__ += ["Steps", "Strategy", "Telemetry", "Watcher", "commands_of", "communicator_bytes", "device_use"]
+__all__ += ["differs_only", "probes_of", "unsupported"]

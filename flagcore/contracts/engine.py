@@ -21,7 +21,7 @@ from flagcore.domain.prediction import Predictions, RankPrediction
 from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, Spec, Task
-from flagcore.domain.trial import Measurement, Trial
+from flagcore.domain.trial import Answers, Measurement, Trial
 from flagcore.errors import SpecError
 
 
@@ -296,6 +296,10 @@ class Engine(ABC):
         `columns`: may contain knobs that only job records set.
         """
 
+    def rough(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        """Return predictions with the memory of `predict`, for `rule_of_thumb`. Times may be less precise."""
+        return self.predict(task, columns, costs)
+
     def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
         """Return the sizes that determine the speed of each candidate's kernels, as logarithms to base 2.
 
@@ -348,6 +352,13 @@ class Engine(ABC):
         `partial`: whether the trial was stopped early, so that only its finished steps are read.
         Raises FlagError with a line about what is missing.
         """
+
+    def answers(self, task: Task, change: str, folder: str, baseline: str) -> Answers | None:
+        """Compare the answers of the trials in two folders. `change`: which of ANSWERS their knobs may do.
+
+        Return None, the default, if they cannot be compared. Raises FlagError if the trial cannot count without that.
+        """
+        return None
 
     def shorter_batch(self, task: Task, candidate: Candidate, share: float) -> int | None:
         """Return a smaller global batch size for trials with shortened steps, or None, the default, if there is none.

@@ -117,7 +117,7 @@ class ExportJob:
     `devices`: the number of devices per node that `launch` uses.
     `image`: the published image of a server, or empty.
     `options`: the user's options: `image` of containers; of Kubernetes also `kind` of a job, `volume` as CLAIM:PATH,
-    `queue`, `rdma` (a resource), `user` (a number) and `pods`, a file with fields of pods.
+    `queue`, `rdma` and `resource` (resources), `user` and `replicas` (numbers) and `pods`, a file with fields of pods.
     `servers`: the servers, if the candidate has several kinds of them.
     """
 
@@ -152,7 +152,7 @@ class ExportJob:
 class Exporter(Protocol):
     """An optional interface of engines, launchers and importers that can export candidates to further targets.
 
-    An exporter with `per_kind = True` starts several kinds of nodes, each with its own variables and flags.
+    `most_vendors`: the number of vendors whose nodes of several kinds it starts, each with its own flags; default 0.
     """
 
     targets: Collection[str]

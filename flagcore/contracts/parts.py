@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,9 +19,11 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import Components, Labels, ModelPart, Passes, Predictions
-from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue
+from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Rule
 from flagcore.domain.spec import ImportNote, SettingValue, Spec, Task
 from flagcore.domain.work import Work
+
+P = TypeVar("P")
 
 
 class Bounds(ABC):
@@ -37,6 +39,10 @@ class Bounds(ABC):
     @abstractmethod
     def share(self, task: Task, columns: Columns, costs: Costs, /) -> FloatArray:
         """Return a lower bound of the share of the memory in use, like `seconds`."""
+
+    def rules(self, task: Task, axes: Sequence[Axis], costs: Costs, /) -> tuple[Rule, ...]:
+        """Return rules of the engine's own, each for the first of `axes`, in place of those from bounds (default)."""
+        return ()
 
 
 class Commands(ABC):
@@ -75,10 +81,6 @@ class Plans:
     labels: Labels = Labels()
     """The names that reports show for model components and measured step parts."""
 
-    by_default: bool = False
-    """Whether the plan of a model uses this engine if the user names none. If this is true for several engines, the
-    first one is used."""
-
     only: bool = False
     """Whether the engine only predicts, and `Engine.ready` says so."""
 
@@ -113,9 +115,13 @@ class Plans:
     def unusual(self, task: Task, columns: Columns, predictions: Predictions) -> IntArray | FloatArray:
         """Return the weight of each candidate's unusual properties, which published runs avoid.
 
-        A plan prefers usual candidates that are about as fast. By default all elements are 0.
+        A plan prefers usual candidates that are about as fast. By default all are 0. Infinite: nothing starts it.
         """
         return np.zeros(predictions.step_time_s.shape, dtype=np.int64)
+
+    def scheduled(self, problem: P, /) -> P:
+        """Return a `Problem` with what the installed engine itself says, if its spec asks. By default unchanged."""
+        return problem
 
     def load_seconds(self, task: Task, predictions: Predictions) -> FloatArray:
         """Return the predicted seconds of the loads of each candidate's trial. By default all are unknown (NaN)."""

@@ -15,9 +15,9 @@ from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
 class MemoryModel(Protocol):
     """Computes the memory in use on a device from the memory of tensors, in bytes.
 
-    Methods with arrays are called with one element per candidate. The method `communicator_bytes() -> float` is
-    optional. It is for chips whose collectives allocate buffers for each communicator, that is, for each group of
-    ranks. It returns the bytes of one communicator, which `device_used_bytes` must not include.
+    Methods with arrays are called with one element per candidate. Optional are the method `communicator_bytes() ->
+    float`, the bytes that collectives allocate for each communicator (a group of ranks), and `further`, estimates of
+    those of each one after the first, and of one that reaches other hosts. `device_used_bytes` must not include them.
     """
 
     def capacity_bytes(self) -> float | None:

@@ -83,6 +83,7 @@ class Chip:
 
     `aliases`: the names that drivers and frameworks report.
     `family_names`: shorter names that mean this chip in specs and on the command line. Other chips may share them.
+    `usable_bytes`: the memory that programs see, if the driver keeps some of it for itself.
     `architecture`: the target for which kernels are compiled, such as sm_90 or gfx942.
     `dense_flops_per_second`: the peak without sparsity by precision (`fp32 tf32 bf16 fp16 fp8 int8`).
     `host_bytes_per_second`: the rate of the host interface in one direction.
@@ -97,6 +98,7 @@ class Chip:
     family_names: tuple[str, ...] = ()
     architecture: str = ""
     memory_bytes: Fact | None = None
+    usable_bytes: Fact | None = None
     memory_bandwidth_bytes_per_second: Fact | None = None
     dense_flops_per_second: Mapping[str, Fact] = field(default_factory=dict)
     devices_per_node: Annotated[int, Ge(1)] = USUAL_DEVICES
@@ -114,6 +116,7 @@ class Chip:
         """The known values by key. The key of a nested value is its path, such as `link.bytes_per_second`."""
         single = {
             "memory_bytes": self.memory_bytes,
+            "usable_bytes": self.usable_bytes,
             "memory_bandwidth_bytes_per_second": self.memory_bandwidth_bytes_per_second,
             "link.bytes_per_second": self.link.bytes_per_second if self.link else None,
             "host_bytes_per_second": self.host_bytes_per_second,

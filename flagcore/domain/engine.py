@@ -111,16 +111,17 @@ class TaskAdvice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KubernetesResource:
-    """The resource name of a vendor's Kubernetes device plugin, and whether its unit is a device or a card.
+class DeviceResource:
+    """The name under which a scheduler lends a vendor's devices, and whether its unit is a device or a card.
 
-    `rdma`: the usual resource of network adapters for RDMA, which notes name.
+    `chips`: other names, by a pattern of chips. `rdma`: the usual resource of adapters for RDMA, which notes name.
     """
 
     name: str
     source: Source
+    chips: Mapping[str, str] = field(default_factory=dict)
     counts: Literal["devices", "cards"] = "devices"
-    rdma: "KubernetesResource | None" = None
+    rdma: "DeviceResource | None" = None
 
 
 DEVICE = "{device}"
@@ -174,7 +175,7 @@ class EngineSupport:
     `stack`: the layers and settings of production jobs on the chip, which plans assume. None if not documented.
     `cross_vendor_libraries`: the collective libraries that connect the chip with chips of other vendors. Without a
     common library, messages between vendors go through the memory of the hosts.
-    `kubernetes`: the resource that a pod requests. None if it is not documented.
+    `kubernetes`, `slurm`: the resource that a pod or a batch job requests. None if it is not documented.
     `container`: what a container needs. None if it is not documented.
     `overheads`: overheads of a server that differ on the chip, by name.
     `install`: where to get the chip's build of the engine. Empty for the public build.
@@ -191,7 +192,8 @@ class EngineSupport:
     outer_variable: str = ""
     stack: Stack | None = None
     cross_vendor_libraries: tuple[str, ...] = ()
-    kubernetes: KubernetesResource | None = None
+    kubernetes: DeviceResource | None = None
+    slurm: DeviceResource | None = None
     container: ContainerDevices | None = None
     overheads: Mapping[str, object] = field(default_factory=dict)
     install: str = ""

@@ -55,9 +55,14 @@ def read_regular(path: Path | str, max_bytes: int = 64 << 20, folder: Path | Non
     `folder`: see `open_regular`.
     """
     with open_regular(path, folder) as file:
-        if os.fstat(file.fileno()).st_size > max_bytes:
-            raise OSError(errno.EFBIG, f"it has more than {max_bytes} bytes", str(path))
-        return file.read()
+        return read_all(file, min(max_bytes, os.fstat(file.fileno()).st_size + (1 << 22)))  # it may grow
+
+
+def read_all(file: BinaryIO, max_bytes: int) -> bytes:
+    """Return the rest of a file, pipe or device. Raises OSError if it is larger than `max_bytes`."""
+    if len(data := file.read(max_bytes + 1)) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes} bytes")
+    return data
 
 
 def replace(path: Path, text: str, *, private: bool = False) -> None:

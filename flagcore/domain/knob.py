@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias
 
 from flagcore.domain.chip import Source
 from flagcore.domain.space import Axis, KnobValue
 from flagcore.errors import SpecError
-from flagcore.i18n import N_, Message
+from flagcore.i18n import N_, Message, closest
 
 Kind = Literal["int", "flag", "word", "share", "number", "text", "words", "ints"]
 """The type of a knob's values.
@@ -38,6 +37,10 @@ Scope = Literal["space", "record", "setting"]
 
 If a knob has both `space` and `setting`, it is a setting whose values a space may compare.
 """
+
+ANSWERS = ("same", "rounding", "seeds", "changes")
+"""What a knob may do to results, the least first: nothing; other kernels or orders of sums; in a user's program also
+other random numbers, such as initial weights; other formats or another computation."""
 
 WHOLE_STEP = "step"
 """The value of `Effect.part` for an effect on the whole step."""
@@ -190,6 +193,8 @@ class Knob:
     """The document that describes the knob. Required for plugins' knobs."""
     claim: str = ""
     """The gain that the source claims for the knob, in words."""
+    answers: str = "rounding"
+    """What other values do to the results of a job: one of ANSWERS."""
     effect_source: Source | None = None
     """The source of the factors in `effects`. None means `source`."""
 
@@ -314,15 +319,8 @@ def _parsed(knob: Knob, value: object) -> Any:
     if knob.effects:  # True must not match 1, although Python treats them as equal
         equal = (each for each in knob.values if each == value and isinstance(each, bool) == isinstance(value, bool))
         return next(equal, _INVALID)
-    return _PARSERS.get(knob.kind, _parsed_text)(knob, value)
-
-
-def _parsed_flag(_knob: Knob, value: object) -> Any:
-    return value if isinstance(value, bool) else _INVALID
-
-
-def _parsed_text(_knob: Knob, value: object) -> Any:
-    return value if value and isinstance(value, str) else _INVALID
+    text = value if value and isinstance(value, str) else _INVALID
+    return _PARSERS[knob.kind](knob, value) if knob.kind in _PARSERS else text
 
 
 def _parsed_word(knob: Knob, value: object) -> Any:
@@ -341,9 +339,9 @@ def _parsed_int(knob: Knob, value: object) -> Any:
     number = knob.spellings.get(str(value), value)
     if isinstance(number, bool) or not isinstance(number, int):
         return _INVALID
-    if number == 0 and knob.neutral is None:
+    too_small = knob.minimum is not None and number < knob.minimum and str(value) not in knob.spellings
+    if number == 0 and knob.neutral is None and not too_small:
         return None  # in columns, code 0 stands for None, which means not set
-    too_small = knob.minimum is not None and number < knob.minimum and value not in knob.spellings
     too_large = knob.maximum is not None and number > knob.maximum
     return _INVALID if too_small or too_large else number
 
@@ -357,7 +355,7 @@ def _parsed_share(_knob: Knob, value: object) -> Any:
 
 
 _PARSERS: Mapping[str, Callable[[Knob, object], Any]] = {
-    "flag": _parsed_flag,
+    "flag": lambda _knob, value: value if isinstance(value, bool) else _INVALID,
     "int": _parsed_int,
     "share": _parsed_share,
     "word": _parsed_word,
@@ -369,9 +367,8 @@ _PARSERS: Mapping[str, Callable[[Knob, object], Any]] = {
 def _suggestion(knob: Knob, value: object) -> str:
     """Return a fix for an invalid value: the most similar valid value, or all valid values."""
     values = [_as_yaml(each) for each in knob.values or knob.words]
-    similar = get_close_matches(str(value), values, n=1) if isinstance(value, str) else []
-    if similar:
-        return f"did you mean {similar[0]}?"
+    if isinstance(value, str) and (similar := closest(value, values)):
+        return f"did you mean {similar}?"
     if values:
         return f"use {', '.join(values)}"
     low = "" if knob.minimum is None else f" from {knob.minimum:g}"

@@ -175,15 +175,6 @@ class Part:
         """The number of weights of these norms."""
         return sum(self.norms)
 
-    def weights(self, hidden_size: int) -> tuple[int, int]:
-        """Return the number of weights that tensor-parallel ranks divide, and of those that each rank has whole.
-
-        Biases and norms are not included.
-        """
-        products = self.products(hidden_size)
-        split = sum(each.weights for each in products if each.split)
-        return split + self.other_weights, sum(each.weights for each in products if not each.split)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Network(Part):
@@ -293,6 +284,7 @@ class Model:
     `mtp_use_repeated_layer`: whether all depths of multi-token prediction share the weights of one.
     `moe_bias`: whether the products of experts have biases.
     `mtp_dense`: whether these depths have no experts, though other layers do.
+    `family`: the `model_type` of its config.json. Empty: not known.
     `unread`: the names and values of the keys of config.json that the other fields do not contain.
     """
 
@@ -332,6 +324,7 @@ class Model:
     layer_embedding_size: int = 0
     residual_streams: int = 1
     residual_weights: int = 0
+    family: str = field(default="", compare=False, repr=False)
     unread: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @property

@@ -167,8 +167,7 @@ class Predictions:
     @property
     def share_in_use(self) -> FloatArray:
         """The memory in use of each candidate as a share of the capacity. NaN if the capacity is unknown."""
-        capacity = np.nan if self.capacity_bytes is None else self.capacity_bytes
-        return self.device_used_bytes / capacity
+        return self.device_used_bytes / (np.nan if self.capacity_bytes is None else self.capacity_bytes)
 
     @property
     def fits(self) -> BoolArray:
@@ -310,11 +309,11 @@ def components_of_row(components: Components, row: int) -> dict[str, dict[str, f
 class Passes:
     """The pass times of a pipeline: seconds per micro-batch on each stage, summed over virtual stages.
 
-    `schedule`: a name in `SCHEDULES`.
+    `schedule`: its name.
     `microbatches`: the number of micro-batches of a step.
     `virtual`: the number of virtual stages per device.
     `backward_s`: the time of the backward pass, with recomputation and the gradients of activations and weights.
-    `weight_s`: the part of `backward_s` for the gradients of weights, which some schedules run separately. Empty if it
+    `weight_s`: the part of `backward_s` for the gradients of weights, if the schedule runs it separately. Empty if it
     is unknown.
     `paired_s`: the time of a forward pass and a backward pass of different micro-batches that overlap. Empty if none
     overlap.

@@ -56,18 +56,14 @@ def prediction_record(found: Prediction) -> dict[str, Any]:
     return data | ({"stage_layers": list(found.stage_layers)} if found.stage_layers else {})
 
 
-def _is_figure(name: str, value: object) -> bool:
-    """Return whether an entry of a server's record is one of its figures."""
-    return name in NESTED or (isinstance(value, float) and name not in (*COSTS, *RATES))
-
-
 def read_prediction(data: Mapping[str, Any]) -> Prediction:
     """Convert the result of `prediction_record` back to a prediction. Other entries of `data` are ignored."""
     memory, is_training = in_bytes(data["memory"]), "limit" in data
     intervals: dict[str, Any] = {name: Interval(**data[name]) for name in INTERVALS if name in data}
     step = intervals.pop("step_time_s", None)
     step_s, low_s, high_s = (step.value, step.low, step.high) if step else (None, None, None)
-    served = {} if is_training else {name: each for name, each in data.items() if _is_figure(name, each)}
+    named = {*COSTS, *RATES, *["time"] * is_training}  # what is no figure
+    own = {name: data[name] for name in data if name in NESTED or isinstance(data[name], float) if name not in named}
     cache = {name: figure for name, figure in memory.items() if name.startswith(CACHE)}
     sizes: dict[str, Any] = {name: memory.get(name) for name in (*MEMORY, "capacity_bytes", "fits", "worst_stage")}
     others = {name: data[name] for name in (*RATES, "limit", "reason") if name in data}
@@ -78,7 +74,7 @@ def read_prediction(data: Mapping[str, Any]) -> Prediction:
         time_s=data["time"] if is_training else {},
         **sizes,
         components={name: in_bytes(part) for name, part in memory.get("components", {}).items()},
-        figures=flat_statistics(served) | cache,
+        figures=flat_statistics(own) | cache,
         costs={name: data[name] for name in COSTS if name in data},
         stage_layers=tuple(data.get("stage_layers", ())),
         **others,

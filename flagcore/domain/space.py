@@ -86,6 +86,7 @@ class Rule:
     `message`: the rule in one line, with the names of its knobs.
     `broken`: a function that takes columns and returns a boolean array: True for each candidate that breaks the rule.
     `search_only`: whether the rule only limits the search, so that candidates named by the user may break it.
+    `least_rows`: of a bound: the partial candidates from which a space is large.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Rule:
     message: str
     broken: Callable[[Columns], BoolArray]
     search_only: bool = False
+    least_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

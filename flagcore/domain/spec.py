@@ -102,10 +102,13 @@ class Adapter:
     rank: Annotated[int, Interval(ge=1, le=4096)] = 32
     """Inner width of the adapters."""
     targets: str | tuple[str, ...] = "all-linear"
-    """Layers with an adapter: all-linear (all but embedding, router and head), or projections of queries, keys, values
-    and attention output, of feed-forward networks and experts, and of other mixers (in_proj, out_proj)."""
+    """Layers with an adapter: all-linear (all but embedding, router and head, or what a library of adapters takes), or
+    projections of queries, keys, values and attention output, of feed-forward networks and experts, and of other mixers
+    (in_proj, out_proj)."""
     base: Annotated[str, OneOf(("nf4", "int8"))] | None = None
     """Number format of the frozen linear layers; null: nf4 for qlora, else the precision of the job."""
+    quantized_experts: bool = False
+    """Whether experts are in it, too, where a layer stores all of them as one parameter, as transformers 5 does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +221,8 @@ class Control:
     """Minimum number of times that the baseline, the best and its rivals run again at the end."""
     indifference: Fraction = 0.02
     """Relative gain that does not matter; at least the noise. The search ends when no larger gain is expected."""
+    answers: Fraction | None = 0.01
+    """Limit of what trials may change in answers: of the loss, or of the probability of a token; null: no check."""
     run_best: bool = False
     """Whether the best configuration is started at the end."""
     use_experience: bool = True

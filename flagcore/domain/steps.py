@@ -32,14 +32,6 @@ def warmup_steps(step_times_s: Sequence[float], at_most: int) -> int:
     return at_most
 
 
-def warmup_of_fewer(steps: int, at_most: int) -> int:
-    """Return the number of warm-up steps of a trial that ended early, after `steps` steps.
-
-    It is `at_most` if that leaves steps to measure, else half of the steps, but at least one.
-    """
-    return at_most if steps > at_most else max(1, steps // 2)
-
-
 def steps_in_time(step_times_s: Sequence[float], planned: int, seconds: float) -> int:
     """Return how many of the `planned` steps will be finished in `seconds` from now, including `step_times_s`.
 

@@ -29,7 +29,7 @@ class TrialState(Enum):
 
     PREDICTED: the candidate was predicted and not run.
     STOPPED: the trial was stopped because it was clearly slower than the best.
-    INVALID: the trial ran with other values than requested.
+    INVALID: the trial ran with other values than requested, or has other answers than the baseline.
     """
 
     PREDICTED = "predicted"
@@ -69,6 +69,16 @@ class Role(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """The `difference` of a trial's answers to the baseline's, its `limit`, the `unit` of both, and in `text` where."""
+
+    difference: float
+    limit: float
+    unit: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """The measurement of one run, in seconds and bytes. Figures that were not measured are None.
 
@@ -98,6 +108,7 @@ class Measurement:
 
     Devices and values:
 
+    - `answers`: the comparison with the baseline's answers, if there was one.
     - `effective`: the knob values that the engine reported.
     - `devices`: telemetry and speed test of each device, with its number over all nodes as `device`.
     - `slow`: descriptions of slow devices.
@@ -128,6 +139,7 @@ class Measurement:
     scaled_from: float | None = None
     warmup_steps: int | None = None
     few_steps: bool = False
+    answers: Answers | None = None
 
     @property
     def interval(self) -> float:

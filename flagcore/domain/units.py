@@ -70,13 +70,13 @@ class OneOf:
         return core_schema.literal_schema(list(self.words))
 
 
-MAX_DEVICES = 1_000_000
+MAX_DEVICES = MAX_PRICE = 1_000_000
 MIN_MEMORY, MAX_MEMORY = 1 << 20, 1 << 50
 
 Devices = Annotated[int, Interval(ge=1, le=MAX_DEVICES)]
 NoDevices = Annotated[int, Interval(ge=0, le=MAX_DEVICES)]
-Layers = Annotated[int, Interval(ge=1, le=10_000)]
-NoLayers = Annotated[int, Interval(ge=0, le=10_000)]
+Layers = Annotated[int, Interval(ge=1, le=1_000)]
+NoLayers = Annotated[int, Interval(ge=0, le=1_000)]
 Size = Annotated[int, Interval(ge=1, le=2**31)]
 NoSize = Annotated[int, Interval(ge=0, le=2**31)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
@@ -90,6 +90,6 @@ Text = Annotated[str, Len(1, LONGEST_TEXT)]
 Rate = Annotated[float, Interval(ge=1_000_000, le=10**15), InUnits(BYTES_PER_SECOND, "50GB/s")]
 Latency = Annotated[float, Interval(gt=0, le=1), InUnits(SECONDS, "5us")]
 Speed = Annotated[float, Interval(ge=0.01, le=100)]
-Price = Annotated[float, Interval(ge=0, le=1_000_000)]
+Price = Annotated[float, Interval(ge=0, le=MAX_PRICE)]
 Memory = Annotated[int, Interval(ge=MIN_MEMORY, le=MAX_MEMORY), InUnits(BYTES, "4GiB")] | None
 """A memory size in bytes."""

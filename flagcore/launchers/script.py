@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from flagcore.contracts import ExportJob
 from flagcore.contracts.exchange import DEVICES_OF_HOST, comments, shell_quoted
-from flagcore.domain.engine import without_devices
+from flagcore.domain.engine import EngineSupport, without_devices
 from flagcore.domain.launch import PORT, PORT_VARIABLE, Launch
 from flagcore.domain.secrets import is_secret
 from flagcore.domain.spec import KIND
@@ -55,9 +55,8 @@ def batch_script(job: ExportJob) -> str:
     """
     environment = without_devices(job.platform.support, job.launch.environment)  # Slurm assigns the devices
     job = replace(job, launch=replace(job.launch, environment=environment))
-    devices = "cpus-per-task" if job.platform.support.shared_devices else "gpus-per-node"
-    options = {"job-name": job.name, "nodes": job.nodes, "ntasks-per-node": 1, devices: job.devices}
-    header = [f"#SBATCH --{name}={value}" for name, value in options.items()]
+    options = [f"job-name={job.name}", f"nodes={job.nodes}", "ntasks-per-node=1"]
+    header = [f"#SBATCH --{each}" for each in (*options, of_devices(job, job.platform.support, job.devices))]
     if job.devices == max(group.devices_per_node for group in job.platform.task.cluster.groups):
         header += ["#SBATCH --exclusive", "#SBATCH --mem=0"]  # else a task has one core, and the default of memory
     lines = ["#!/bin/bash", *header, *comments(job)]
@@ -83,6 +82,13 @@ def batch_script(job: ExportJob) -> str:
     if address:
         lines.append(f': "${{{address}:?set it to {meaning}}}"')
     return "\n".join([*lines, "start"]) + "\n"
+
+
+def of_devices(job: ExportJob, support: EngineSupport, devices: int) -> str:
+    """Return Slurm's option for a number of devices of each node."""
+    name = job.options.get("resource", support.slurm.name if support.slurm else "gpu")
+    usual = "cpus-per-task=" if support.shared_devices else "gpus-per-node="
+    return f"{usual if support.shared_devices or name == 'gpu' else f'gres={name}:'}{devices}"
 
 
 def start_lines(job: ExportJob, *, several: bool = False, names: Mapping[str, str] = {}) -> list[str]:

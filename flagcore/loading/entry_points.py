@@ -143,6 +143,8 @@ def load_only(points: Sequence[EntryPoint], load: Callable[[EntryPoint], object]
     import does not end, and any exception of the import itself.
     """
     point, *others = points
+    if (point, origin(point)) in _LOADED and not others and point.module in sys.modules:
+        return point.load()
     if others:
         raise Clash(f"several distributions have this name: {origins(points)}; uninstall all but one")
     if reason := _incompatible(origin(point)):
@@ -151,12 +153,15 @@ def load_only(points: Sequence[EntryPoint], load: Callable[[EntryPoint], object]
         raise _TOO_SLOW[point]
     try:
         with stdout_to_stderr(), redirect_stdout(cast(Any, sys.stderr and _Limited(sys.stderr))):
-            return within(LOAD_SECONDS, partial(load, point), lambda: len(sys.modules))
+            found = within(LOAD_SECONDS, partial(load, point), lambda: len(sys.modules))
+        _LOADED.add((point, origin(point)))
+        return found
     except TooSlow as error:
         _TOO_SLOW[point] = error
         raise
 
 
+_LOADED = set[tuple[EntryPoint, Distribution]]()  # these need no time limit again
 _TOO_SLOW: dict[EntryPoint, TooSlow] = {}
 """The entry points whose import did not end, with the error. A further import would wait for it."""
 _PRINTED_CHARACTERS = 100_000

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from queue import Empty, SimpleQueue
@@ -84,6 +84,26 @@ def within(seconds: float, function: Callable[[], T], progress: Callable[[], obj
             _end_loop(thread)
         raise TooSlow(f"did not end within {seconds:g} s; it is not asked again")
     return results[0]
+
+
+def together(functions: Sequence[Callable[[], T]]) -> list[T]:
+    """Return the results of functions that end, each called in a thread of its own, or raise an exception of one."""
+    results, errors, ended = dict[int, T](), list[BaseException](), SimpleQueue[None]()
+
+    def run(place: int) -> None:
+        try:
+            results[place] = functions[place]()
+        except BaseException as error:
+            errors.append(error)
+        ended.put(None)
+
+    for place in range(len(functions)):
+        Thread(target=copy_context().run, args=(run, place), name=THREAD, daemon=True).start()
+    for _ in functions:
+        ended.get()
+    if errors:
+        raise errors[0]
+    return [results[place] for place in range(len(functions))]
 
 
 def _worker() -> SimpleQueue[Callable[[], object]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -325,11 +325,10 @@ class PlainMemory:
     The defaults are rounded medians of 25 training ranks on one accelerator with torch's caching allocator, plus 0.4 GB
     for the buffers of collectives.
 
-    `capacity`: the memory budget of one device in bytes. None if unknown.
-    `context_bytes`: the memory in use before the first tensor.
+    `capacity`: the budget of one device in bytes, or None. `context_bytes`: the memory in use before the first tensor.
     `fragmentation`: the memory that the allocator reserves beyond tensors, as a share of the tensors.
-    `workspace`: the bytes of the matrix library's workspace.
-    `communicator`: the bytes of each communicator's buffers, if they are not part of `context_bytes`.
+    `workspace`: the bytes of the matrix library's workspace. `communicator`: those of each communicator's buffers, if
+    not part of `context_bytes`. `further`: estimates, for each after the first, and each that reaches other hosts.
     """
 
     capacity: float | None
@@ -337,14 +336,15 @@ class PlainMemory:
     fragmentation: float = 0.01
     workspace: float = 0.0
     communicator: float = 0.0
+    further: tuple[float, float] = (0.0, 0.0)
 
     @classmethod
-    def of(cls, group: NodeGroup, **figures: float) -> PlainMemory:
+    def of(cls, group: NodeGroup, **figures: Any) -> PlainMemory:
         """Return the memory model of a node group.
 
-        The capacity is the group's memory budget, or else the memory of its chip. `figures` set other fields.
+        The capacity is the group's memory budget, or else the usable memory of its chip. `figures` set other fields.
         """
-        fact = group.chip.memory_bytes
+        fact = group.chip.usable_bytes or group.chip.memory_bytes
         capacity = group.memory_bytes or (fact.value if fact else None)
         return cls(capacity=capacity, **figures)
 

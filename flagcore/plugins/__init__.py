@@ -9,6 +9,7 @@ from flagcore.plugins.entry_points import (
     ENGINES,
     IMPORTERS,
     LAUNCHERS,
+    SECTIONS,
     STRATEGIES,
     WATCHERS,
     benchmark,

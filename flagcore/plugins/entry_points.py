@@ -3,8 +3,9 @@
 import logging
 import re
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from difflib import get_close_matches
 from functools import cache, cached_property, partial
 from importlib.metadata import EntryPoint, distributions, requires
@@ -45,23 +46,27 @@ def _reraise(manager: Any, point: EntryPoint, error: Exception) -> NoReturn:
     raise error
 
 
+_collecting = ContextVar[tuple[list[str], ...]]("_collecting", default=())
+_create_record = logging.getLogRecordFactory()
+
+
 @contextmanager
 def capture_warnings() -> Iterator[list[str]]:
-    """Collect the texts of warnings and errors that are logged within this context. They are still logged as usual."""
-    texts: list[str] = []
-    create_record = logging.getLogRecordFactory()
-
-    def record_and_collect(*arguments: object, **named: object) -> logging.LogRecord:
-        record = create_record(*arguments, **named)
-        if record.levelno >= logging.WARNING:
-            texts.append(record.getMessage())
-        return record
-
-    logging.setLogRecordFactory(record_and_collect)
+    """Collect the texts of warnings and errors that are logged within this context, also in threads of `within`. They
+    are still logged as usual."""
+    logging.setLogRecordFactory(_record)
+    token = _collecting.set((*_collecting.get(), texts := list[str]()))
     try:
         yield texts
     finally:
-        logging.setLogRecordFactory(create_record)
+        _collecting.reset(token)
+
+
+def _record(*arguments: object, **named: object) -> logging.LogRecord:
+    record = _create_record(*arguments, **named)
+    for texts in _collecting.get() if record.levelno >= logging.WARNING else ():
+        texts.append(record.getMessage())
+    return record
 
 
 ENGINES = "flagcore.engines"
@@ -76,13 +81,15 @@ KIT = "flagcore.kit"
 """Modules of the conformance kit, by the command of `flag plugins` that they are for."""
 JOBS = "flagcore.kinds"
 """Kinds of jobs besides training: subclasses of `Work`."""
+SECTIONS = "flagcore.sections"
+"""Sections of specs that only another distribution reads: types of pydantic, by the key of the section."""
 OVERLAYS = "flagcore.overlays"
 """A subclass of `LoadedPlugins` that adds what no plugin knows, such as the user's calibrations."""
 KINDS = {ENGINES: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
 KINDS |= {PAGES: "page writer", JOBS: "kind of job", OVERLAYS: "overlay"}
 """The noun that messages use for the objects of each entry point group."""
 _LOADED_ELSEWHERE = {"flagcore.commands": "command", "flagcore.models": "catalogue of models"}
-_LOADED_ELSEWHERE |= {"flagcore.mixers": "mixer", "flagcore.operators": "operator library"}
+_LOADED_ELSEWHERE |= {"flagcore.mixers": "mixer", "flagcore.operators": "operator library", SECTIONS: "section"}
 _LOADED_ELSEWHERE |= {"flagcore.effective": "report of knobs", KIT: "module of the conformance kit"}
 """The nouns for the groups whose objects other packages load, and check for their type."""
 
@@ -127,7 +134,7 @@ class _Kinds(UserDict[str, Any]):
         return self.data[name]
 
 
-def kinds() -> Mapping[str, type[Work]]:
+def kinds() -> MutableMapping[str, type[Work]]:
     """Return the installed kinds of jobs by name, training first. Looking one up raises NoDevice if it is broken."""
     return _Kinds({TrainSpec.kind: TrainSpec, **dict.fromkeys(names(JOBS))})
 
@@ -147,6 +154,17 @@ class _Engines(UserDict[str, Any]):
         """The installed kinds of jobs."""
         return kinds()
 
+    def sections(self, keys: Collection[str]) -> dict[str, Any]:
+        """Return the fields that distributions add to a spec with `keys`, or without keys all that can be loaded."""
+        from flagcore.spec.validate import Section  # late, because pydantic is slow
+
+        found = dict[str, Any]()
+        for key in {*names(SECTIONS)}.intersection(keys or names(SECTIONS)):
+            with suppress(*[NoDevice] * (not keys)):
+                kind = load_checked("section", installed(SECTIONS)[key], partial(subclass_of, Section), load_only)
+                found[key] = (kind, None)
+        return found
+
     def missing(self, name: str) -> str:
         """Return the command that installs the engine `name`, or an empty text if there is none."""
         return missing_extra(ENGINES, name)
@@ -161,10 +179,7 @@ def command_readers() -> list[str]:
     return [name for name in names(ENGINES) if name not in unable]
 
 
-@cache
-def _own_requirements() -> tuple[str, ...]:
-    """Return the requirements of flagcore itself."""
-    return tuple(requires("flagcore") or ())
+_requires = cache(requires)
 
 
 def broken_parts() -> Iterator[tuple[str, str]]:
@@ -203,7 +218,7 @@ def usable(parts: MutableMapping[str, T], warn: Callable[[str], object]) -> Muta
 def engines(spec: Mapping[str, Any] | None = None) -> _Engines:
     """Return the installed engines, flagcore's first. `spec`: the data that they are for, maybe invalid."""
     points = installed(ENGINES)
-    needs = {re.split("[^a-z-]", each)[0] for each in _own_requirements() if "extra ==" not in each}
+    needs = {re.split("[^a-z-]", each)[0] for each in _requires("flagcore") or () if "extra ==" not in each}
     own = {name for name, each in points.items() if any(name_of(origin(point)) in needs for point in each)}
     found = _Engines(dict.fromkeys(sorted(points, key=lambda name: (name not in own, name))))
     train = (spec or {}).get(TrainSpec.kind)

@@ -10,11 +10,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import cached_property, partial
 from importlib.metadata import EntryPoint
 from itertools import accumulate
+from threading import current_thread
 from typing import Any, TypeVar, cast
 
 from flagcore.contracts import CollectiveCosts, Costs, KernelCosts, MemoryModel, Telemetry
@@ -23,15 +24,9 @@ from flagcore.domain.cluster import Cluster, NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport, TaskAdvice, Unmodelled, has_common_library
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import Task
-from flagcore.loading.entry_points import (
-    PluginFailure,
-    installed,
-    one_line,
-    origins,
-    stdout_to_stderr,
-    subclass_of,
-)
-from flagcore.loading.limits import HOOK_SECONDS, SLOW_HOOK_SECONDS, BadPlugin, TooSlow, within
+from flagcore.i18n import closest
+from flagcore.loading.entry_points import PluginFailure, installed, one_line, origins, stdout_to_stderr, subclass_of
+from flagcore.loading.limits import HOOK_SECONDS, SLOW_HOOK_SECONDS, THREAD, BadPlugin, TooSlow, together, within
 from flagcore.physics.collective_costs import Collectives, between_groups, topology_of
 from flagcore.physics.roofline import CollectiveCostStack, KernelCostStack, PlainMemory, Roofline, with_slowdown
 from flagcore.plugins import validation
@@ -98,8 +93,9 @@ class LoadedPlugins:
         key = tuple(sorted((variables or {}).items()))
         if key not in self._devices:
             environment = {**os.environ, **dict(key)}
-            detected = (device for plugin in self.plugins for device in self._devices_of(plugin, environment))
-            self._devices[key] = tuple(detected)
+            with stdout_to_stderr():  # together, because tools may hang
+                found = together([partial(self._devices_of, plugin, environment) for plugin in self.plugins])
+            self._devices[key] = tuple(device for devices in found for device in devices)
         return self._devices[key]
 
     def finder(self, device: Device) -> str | None:
@@ -116,10 +112,11 @@ class LoadedPlugins:
         return self._detection_failures
 
     def _devices_of(self, plugin: Plugin, environment: Mapping[str, str]) -> tuple[Device, ...]:
-        before = len(self._failures)
+        before = {*self._failures}
         with capture_warnings() as messages:
             found = self._call(plugin, "flagcore_devices", validation.several(Device), environment=environment) or ()
-        reasons = [failure.reason for failure in self.failures[before:]] or messages
+        own = (each for each in self.failures if each.name == plugin.name and each not in before)
+        reasons = [failure.reason for failure in own] or messages
         if reasons and not found:
             self._detection_failures[plugin.name] = "; ".join(reasons)
         self._finders.update(dict.fromkeys(found, plugin.name))
@@ -258,7 +255,7 @@ class LoadedPlugins:
     def unmodelled(self, task: Task) -> Iterable[Unmodelled]:
         """Return the settings that predictions leave out on all engines: keys of models, variables of common software.
 
-        This method, `maturity` and `unlisted_chip` are for an overlay (`flagcore.plugins.with_overlay`).
+        This method, `maturity`, `unlisted_chip` and `kept` are for an overlay (`flagcore.plugins.with_overlay`).
         """
         return ()
 
@@ -269,6 +266,10 @@ class LoadedPlugins:
     def unlisted_chip(self) -> tuple[Chip, EngineSupport, tuple[Device, ...]] | None:
         """Return this machine's unlisted chip, support and devices, or None. Raises NoDevice if not measurable."""
         return None
+
+    def kept(self, compute: Callable[[], T], about: Iterable[object]) -> T:
+        """Return the result of `compute`, which depends on `about`, the plugins and the engine. May be kept."""
+        return compute()
 
     def telemetry(self, device: Device) -> Telemetry | None:
         if self._telemetry:
@@ -325,7 +326,7 @@ class LoadedPlugins:
             return None if result is None else check(result)
 
         try:
-            with stdout_to_stderr():
+            with nullcontext() if current_thread().name == THREAD else stdout_to_stderr():  # once for all threads
                 answer = within(SLOW_HOOK_SECONDS if hook in SLOW_HOOKS else HOOK_SECONDS, checked)
                 if (seconds := time.monotonic() - start) > SLOW_SECONDS and hook not in SLOW_HOOKS:
                     LOG.warning("plugin %s: %s took %.0f s", plugin.name, hook, seconds)
@@ -359,8 +360,7 @@ def with_overlay(loaded: LoadedPlugins, warn: Callable[[str], object]) -> Loaded
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            reason = one_line(error)
-            found.append(PluginFailure(name=name, distribution=origins(points), stage="load", reason=reason))
+            found.append(PluginFailure(name=name, distribution=origins(points), stage="load", reason=one_line(error)))
     return LoadedPlugins(found) if len(found) > len(loaded.plugins) + len(loaded.failures) else loaded
 
 
@@ -390,6 +390,6 @@ def _plugin(name: str, load: Callable[[], object], points: Sequence[EntryPoint] 
 
 
 def _unknown_plugin(name: str, known: Collection[str]) -> PluginFailure:
-    similar = get_close_matches(name, known, n=1)
-    hint = f"did you mean {similar[0]}?" if similar else f"installed: {', '.join(sorted(known)) or 'none'}"
+    similar = closest(name, known)
+    hint = f"did you mean {similar}?" if similar else f"installed: {', '.join(sorted(known)) or 'none'}"
     return PluginFailure(name=name, stage="disable", reason=f"cannot be disabled: no plugin has this name; {hint}")

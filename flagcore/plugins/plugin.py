@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import EntryPoint
 from threading import current_thread, main_thread
@@ -18,6 +17,7 @@ import pluggy
 from flagcore import hooks
 from flagcore.domain.space import FloatArray
 from flagcore.errors import NoDevice
+from flagcore.i18n import closest
 from flagcore.loading.entry_points import name_of, one_line, origin, stdout_to_stderr, version_of
 from flagcore.loading.limits import HOOK_SECONDS, SAMPLE_SECONDS, BadPlugin, within
 
@@ -100,8 +100,8 @@ def make_plugin(name: str, module: object, point: EntryPoint | None = None) -> P
 def _unknown_hook(name: str) -> BadPlugin:
     """Return the error of a plugin that implements a hook that does not exist."""
     hooks_without_prefix = [hook.removeprefix("flagcore_") for hook in HOOKS]
-    similar = get_close_matches(name.removeprefix("flagcore_"), hooks_without_prefix, n=1)
-    hint = f"did you mean flagcore_{similar[0]}?" if similar else f"the hooks are {', '.join(HOOKS)}"
+    similar = closest(name.removeprefix("flagcore_"), hooks_without_prefix)
+    hint = f"did you mean flagcore_{similar}?" if similar else f"the hooks are {', '.join(HOOKS)}"
     return BadPlugin(f"{name} is not a hook; {hint}")
 
 

@@ -1,6 +1,6 @@
 """Formats the report on a candidate, and the comparison of two candidates with the causes of their difference."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isclose
 from operator import attrgetter
@@ -21,11 +21,13 @@ from flagcore.report.text import (
     knob_of,
     latency_name,
     layers_text,
+    nearest_limit,
     objective_text,
     part_name,
     state_name,
     value_text,
     values_text,
+    waits,
 )
 
 SAME = 1e-9
@@ -90,6 +92,7 @@ class CandidateReport(Notebook):
       baseline.
     - `matches`: if `name` does not determine a candidate of the space, the fastest matching one is reported, and these
       are the next ones.
+    - `limits`: the latency limits in seconds, by statistic.
     - `knobs`: the knobs of the task; used only to render the report as text.
     """
 
@@ -111,6 +114,7 @@ class CandidateReport(Notebook):
     changes: Mapping[str, Alternative] = field(default_factory=dict)
     causes: str = ""
     matches: tuple[Alternative, ...] = ()
+    limits: Mapping[str, float] = field(default_factory=dict)
     knobs: Knobs = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -174,7 +178,7 @@ def _predicted(report: CandidateReport) -> Iterator[str]:
     elif bounds := predicted.objective or predicted.step:
         interval = _("(80%: {low} to {high})", low=shown(bounds.low), high=shown(bounds.high))
         yield _("Predicted: {value}", value=f"~{seconds_text(report.objective, step_s)} {interval}, {used}")
-    yield from (f"  {line}" for line in _parts(predicted))
+    yield from (f"  {line}" for line in _parts(predicted, report.limits))
     if report.believed is not None:
         seconds, chance = report.believed.step_time_s, report.believed.chance_to_fit
         value = seconds_text(report.objective, seconds)
@@ -182,13 +186,16 @@ def _predicted(report: CandidateReport) -> Iterator[str]:
         yield _(text, value=value, chance=chance) + _gain(seconds, step_s)
 
 
-def _parts(predicted: Prediction) -> Iterator[str]:
+def _parts(predicted: Prediction, limits: Mapping[str, float]) -> Iterator[str]:
     """Yield the latencies, the parts of the time and of the memory, and the layers of each stage."""
-    medians = [f"{latency_name(name[:-4])} {each:.3g} s" for name, each in median_latencies(predicted).items()]
-    if medians:
-        yield "p50: " + ", ".join(medians)
+    figures = shown_latencies(predicted, limits).items()
+    if figures:
+        yield ", ".join(f"{latency_name(name)} {shown(each)} s" for name, each in figures)
+    if nearest := nearest_limit(predicted.figures, limits):
+        yield _("nearest limit: {limit}", limit=nearest[0])
     if parts := [f"{_(part_name(part))} {seconds:.3g} s" for part, seconds in predicted.parts_s.items() if seconds]:
         yield f"{_('time of a request') if predicted.objective else _('time')}: " + ", ".join(parts)
+    yield from waits(predicted)
     shares = [(name, share) for name, share in predicted.figures.items() if name.endswith("_hit_rate") and share]
     if shares:
         yield ", ".join(f"{share:.1%} {_(NAMES['rates'][name])}" for name, share in shares)
@@ -383,9 +390,10 @@ SAME_TIME = 5e-4
 """The relative difference below which two times are shown as equal."""
 
 
-def median_latencies(found: Prediction) -> dict[str, float]:
-    """Return the predicted medians of a server's latencies, by names such as `ttft_s.p50`."""
-    return {name: found.figures[name] for each in LATENCIES if (name := f"{each}.p50") in found.figures}
+def shown_latencies(found: Prediction, limits: Iterable[str] = ()) -> dict[str, float]:
+    """Return the predicted medians of a server's latencies and the statistics of `limits`, such as `ttft_s.p50`."""
+    names = dict.fromkeys([*(f"{each}.p50" for each in LATENCIES), *limits])
+    return {name: found.figures[name] for name in names if name in found.figures}
 
 
 def figure_pairs(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, tuple[float, float]]:

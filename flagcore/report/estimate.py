@@ -7,6 +7,7 @@ from typing import Any
 
 from flagcore.domain.chip import Fact
 from flagcore.domain.knob import Knobs
+from flagcore.domain.metrics import flat_statistics
 from flagcore.domain.plan import Counts, SearchTime
 from flagcore.domain.prediction import Labels
 from flagcore.domain.records import read_prediction
@@ -18,8 +19,10 @@ from flagcore.report.text import (
     bottleneck_text,
     candidate_columns,
     funnel,
+    gain_text,
     heading,
     interval_text,
+    nearest_limit,
     part_name,
     record_line,
     search_time_text,
@@ -120,6 +123,8 @@ class Estimate(Notebook):
     - `notes`: the plugins' notes on engine and chip.
     - `unmodelled`: the names of settings that change the cost and are not predicted.
     - `defaults`: the candidate with the engine's own defaults, if it is not the baseline.
+    - `gain`: the predicted gain of the recommended candidate over the baseline, as in a run. None if unknown.
+    - `limits`: the latency limits in seconds, by statistic.
     - `expected_s`: the time of a step that the recommended candidate is expected to take, and an 80% interval.
     - `expected_here`: whether such runs are published on these chips, not only on others.
     - `crowded`: the fastest candidate that leaves no margin of memory, if it is faster than those that do.
@@ -142,6 +147,8 @@ class Estimate(Notebook):
     model: tuple[Mapping[str, Any], ...]
     objective: str = ""
     defaults: Mapping[str, Any] | None = None
+    gain: float | None = None
+    limits: Mapping[str, float] = field(default_factory=dict)
     expected_s: tuple[float, float, float] | None = None
     expected_here: bool = True
     crowded: Mapping[str, Any] | None = None
@@ -182,6 +189,8 @@ def estimate_columns(estimate: Estimate) -> dict[str, str]:
     figures = table_columns("predicted_serving" if is_served else "predicted")
     if is_served and estimate.objective not in figures.values():
         figures = {f"~{heading(estimate.objective)}": "objective.value", **figures}
+    figures |= {f"~{heading(name)}": name for name in estimate.limits if name not in figures.values()}
+    figures |= table_columns("served_memory") if is_served else {}
     optional = known_columns(rows, "layouts", "highest", "cost", "last")
     return {"#": "number", **candidate_columns(rows, estimate.knobs), **figures, **optional}
 
@@ -197,8 +206,8 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
         yield _("Candidates with the least memory on {hardware}:", hardware=hardware), False
     yield _candidates_table(estimate), True
     yield "\n" + _recommended_text(estimate), True
-    if estimate.expected_s:
-        yield "\n" + _expected_text(estimate, *estimate.expected_s), False
+    if expected := expected_text(estimate):
+        yield "\n" + expected, False
     if estimate.assumed:
         yield "\n" + assumed_text(estimate.assumed), True
     if bottleneck := bottleneck_text(read_prediction(estimate.recommended)):
@@ -209,6 +218,8 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
         _("faster, but without a margin of memory"): estimate.crowded,
     }
     lines = [record_line(name, record, estimate.knobs) for name, record in others.items() if record]
+    if estimate.gain:
+        lines[0] += "; " + _("recommended: {gain}", gain="~" + gain_text(estimate.objective, estimate.gain))
     yield "\n" + "\n".join(lines) + "\n\n" + funnel(estimate.counts), False
     if estimate.mixing:
         yield "\n" + mixing_text(estimate.mixing, estimate.knobs), True
@@ -218,8 +229,11 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
     yield from ((text, False) for text in _notes(estimate) if text)
 
 
-def _expected_text(estimate: Estimate, mean: float, low: float, high: float) -> str:
-    """Return the seconds that a step is expected to take, with the experience from published runs behind it."""
+def expected_text(estimate: Estimate) -> str:
+    """Return the seconds that a step is expected to take, with the experience from published runs, if there is any."""
+    if estimate.expected_s is None:
+        return ""
+    mean, low, high = estimate.expected_s
     factor = mean / estimate.recommended["step_time_s"]["value"]
     text = N_(
         "Expected: ~{mean} s/step (80%: {low} to {high}): published runs took {factor} times their plan on average."
@@ -295,15 +309,18 @@ def _recommended_text(estimate: Estimate) -> str:
     """Return why the marked candidate is recommended."""
     pair = (estimate.recommended, estimate.candidates[0])
     times = [each["step_time_s"]["value"] for each in pair if "step_time_s" in each]
+    nearest = nearest_limit(flat_statistics(pair[0]), estimate.limits)
+    limit = "; " + _("nearest limit: {limit}", limit=nearest[0]) if nearest else ""
     if not times or times[0] <= times[1]:
         if any("last" in each for each in estimate.candidates):
-            return _("* recommended: the fastest of those not listed last")
-        return _(N_("* recommended: the fastest") if times else N_("* recommended: the one with the least memory"))
+            return _("* recommended: the fastest of those not listed last") + limit
+        text = N_("* recommended: the fastest") if times else N_("* recommended: the one with the least memory")
+        return _(text) + limit
     text = N_(
         "* recommended: {behind} slower than the fastest, which is less than predictions can tell, and its layout is "
         "simpler, more usual or that of a published run"
     )
-    return _(text, behind=f"{times[0] / times[1] - 1.0:.2%}")
+    return _(text, behind=f"{times[0] / times[1] - 1.0:.2%}") + limit
 
 
 def probed_text(number: int | None, probed: Mapping[str, Any], knobs: Knobs) -> str:

@@ -15,9 +15,8 @@ from flagcore.report.formats import NAMES, Notebook, hardware_text, render, show
 from flagcore.report.text import funnel, layers_text, part_name, repeats_text, settings_text, values_text
 
 HEADINGS = NAMES["component_memory"]
-OTHER = N_("other")
-"""The difference of the peak and the sum of the components: temporary memory, or a negative value if memory is freed
-before the peak."""
+TEMPORARY, FREED = N_("temporary"), N_("freed before the peak")
+"""The names of the difference of the peak and the sum of the components, if it is positive and if it is negative."""
 
 MIB = 2**20
 MIN_SHOWN = 0.0005 * GIB
@@ -152,15 +151,17 @@ def memory_text(found: Prediction, labels: Labels) -> str:
     """Return the memory of the worst stage by component, with its totals, as far as the components are known.
 
     The components sum to static memory and activations, which may reach their maximum at different times. The row
-    `OTHER` contains the peak minus this sum.
+    `TEMPORARY` or `FREED` contains the peak minus this sum.
     """
     components, static, activation = found.components, found.static_bytes, found.activation_bytes
+    rest = found.peak_allocated_bytes - static - activation
     parts = [(labels.components.get(name, name), components[name]) for name in by_component(components, labels)]
-    parts.append((_(OTHER), {"activation_bytes": found.peak_allocated_bytes - static - activation}))
+    parts.append((_(TEMPORARY if rest > 0.0 else FREED), {"activation_bytes": rest}))
     figures = [key for key in HEADINGS if any(key in part for part in components.values())]
     totals = {key: sum(part.get(key, 0.0) for _name, part in parts) for key in ("params", *figures)}
     rows = [
-        [name, f"{part.get('params', 0.0):,.0f}", *(_gib(part.get(key, 0.0)) for key in figures)]
+        [name, f"{part.get('params', 0.0):,.0f}"]
+        + [f"{part.get(key, 0.0) / GIB:.3f}".replace("-0.000", "0.000") for key in figures]
         for name, part in [*parts, (_("Total"), totals)]
     ]
     line = labels.memory_line.format(
@@ -187,6 +188,7 @@ def memory_parts(found: Prediction) -> dict[str, float]:
     The parts sum to `device_used_bytes`. Parts below `MIN_SHOWN` are left out.
     """
     components, static, peak = found.components, found.static_bytes, found.peak_allocated_bytes
+    rest = peak - static - found.activation_bytes
     if (cache := found.figures.get("kv_cache_bytes")) is not None:
         adapters = found.figures.get("adapter_bytes", 0.0)
         states = {N_("weights"): static - cache - adapters, N_("adapters"): adapters, N_("cache"): cache}
@@ -199,7 +201,7 @@ def memory_parts(found: Prediction) -> dict[str, float]:
     parts = {
         **states,
         N_("activations"): found.activation_bytes,
-        OTHER: peak - static - found.activation_bytes,
+        TEMPORARY if rest > 0.0 else FREED: rest,
         N_("allocator"): found.reserved_bytes - peak,
         N_("context and libraries"): found.device_used_bytes - found.reserved_bytes,
     }
@@ -264,10 +266,6 @@ def _range(factor: Mapping[str, float]) -> str:
 def notes_text(notes: Sequence[str]) -> str:
     """Return the plugins' notes on an engine and chip, one per line."""
     return "\n".join([_("Notes on this engine and chip:"), *(f"- {note}" for note in notes)]) if notes else ""
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.3f}".replace("-0.000", "0.000")
 
 
 def _billions(count: float) -> str:

@@ -21,6 +21,7 @@ from flagcore.spec.plain_data import dump_yaml, package_yaml
 
 BETWEEN = "  "
 """The separator between two columns of a table."""
+FIGURE = re.compile(r"-|[~+-]*[\d,]*[.]?[\d,]+(?:e[+-]\d+)?%?")
 MIN_TEXT, MAX_WORD = 16, 40
 """The minimum width of a column of wrapped text, and the maximum length of an unbroken word, in characters."""
 WIDTH: ContextVar[int | None] = ContextVar("width", default=None)
@@ -74,7 +75,7 @@ class _Column:
 
     def __init__(self, cells: list[str]) -> None:
         heading, *others = self.cells = cells
-        self.is_figure = bool(others) and all(map(_is_figure, others))
+        self.is_figure = bool(others) and all(map(FIGURE.fullmatch, others))
         self.width = max(map(columns_of, cells))
         widest = max(map(columns_of, others), default=0)
         longest = max(map(_longest_word, others), default=0)
@@ -163,10 +164,6 @@ def lookup(record: Mapping[str, Any], key: str) -> Any:
 def as_yaml(data: object) -> str:
     """Return plain data as YAML in the order of its keys."""
     return dump_yaml(json.loads(json.dumps(data))).rstrip("\n")
-
-
-def _is_figure(cell: str) -> bool:
-    return cell == "-" or re.sub(r"^[~+-]+|[,%]|e[+-]", "", cell).replace(".", "", 1).isdigit()
 
 
 IF_KNOWN = {"if_known": True}

@@ -13,7 +13,7 @@ from flagcore.domain.plan import Counts, Plan, Speedup
 from flagcore.domain.records import GIB, prediction_record, read_prediction
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import SERVING, is_rate, objective_value
-from flagcore.domain.trial import FIDELITIES, SEARCH_FIELDS, Measurement, Role, Trial, TrialState
+from flagcore.domain.trial import FIDELITIES, SEARCH_FIELDS, Answers, Measurement, Role, Trial, TrialState
 from flagcore.domain.units import OneOf
 from flagcore.errors import SpecError
 from flagcore.i18n import Message, _, from_record
@@ -100,6 +100,7 @@ class Measured(_Object):
             "slow_devices": list(measured.slow),
             **sizes,
             **served,
+            **({"answers": asdict(measured.answers)} if measured.answers else {}),
             **{name: True for name in ("few_steps", "partial") if getattr(measured, name)},
         }
 
@@ -121,6 +122,7 @@ class Measured(_Object):
             figures=flat_statistics(data.get("figures") or {}),
             points=tuple(flat_statistics(point) for point in data.get("points") or ()),
             highest=HighestLoad(**data["highest"]) if data.get("highest") else None,
+            answers=Answers(**data["answers"]) if data.get("answers") else None,
             broken=tuple(data.get("broken") or ()),
             **{name: data[name] for name in names if name in data},
             **known,

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from errno import ENOENT
 from math import inf
 from pathlib import Path
 from statistics import median, median_high
 from typing import Any, TypeAlias
 
-from flagcore.domain.files import open_regular, read_regular
+from flagcore.domain.files import read_regular
 from flagcore.domain.plan import Plan, typical
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.spec import SERVING, is_rate, objective_value
 from flagcore.domain.trial import ESTIMATE, RUN, Measurement, Role, Trial, TrialState
-from flagcore.i18n import _, printable
+from flagcore.i18n import _
 from flagcore.report.blocks import Cell
 from flagcore.report.formats import NAMES, hardware_text
 from flagcore.report.result import Result, number, stop_reason
 from flagcore.report.text import candidate_text, heading, latency_name, state_name
 
 INSIGHT = "insight.json"
-TAIL_LINES, TAIL_BYTES = 25, 4000
-"""The maximum number of lines, and of bytes, that are shown from the end of a log."""
 WHOLE_PATH = r"(?<![\w.~-])(?:{})(?![\w-]|\.\w)"
 """A pattern for a path that is not part of a longer name."""
 
@@ -53,7 +49,8 @@ class RunData(Plan):
     - `engines`: the results or errors of several engines, from `data`.
     - `spec`: the content of the spec.
     - `date`: the day of the last change, in UTC. Empty if unknown.
-    - `start`: the command that starts the recommended candidate of a plan.
+    - `start`, `expected`: of a plan: the command that starts the recommended candidate, and the time that it is
+      expected to take, as text. Empty if unknown.
     - `most_listed`: the maximum number of trials in tables; at most a fifth of them have no time. Charts show all.
     """
 
@@ -70,6 +67,7 @@ class RunData(Plan):
     spec: Record = field(default_factory=dict)
     date: str = ""
     start: str = ""
+    expected: str = ""
     most_listed: int = 500
 
     @classmethod
@@ -243,10 +241,6 @@ class RunData(Plan):
         """Return text without the secrets of the run and without absolute paths."""
         return str(_shortened(redact_text(text, self.secrets), own_paths(self.folder)))
 
-    def trial_folder(self, trial: Trial) -> Path:
-        """Return the folder of a trial."""
-        return self.folder / "trials" / str(trial.number)
-
     def metrics(self, trial: Trial) -> Record:
         """Return the content of a trial's metrics.json. It is empty if the file cannot be read."""
         return json_file(self.folder, f"trials/{trial.number}/metrics.json")
@@ -280,26 +274,6 @@ def seconds(trial: Trial) -> float | None:
 def served(trial: Trial, name: str) -> float | None:
     """Return the measured metric `name` of a server, or None if it is unknown."""
     return number(trial.measurement.figures.get(name)) if trial.measurement else None
-
-
-def tail(file: Path, folder: Path) -> str:
-    """Return the last lines of a text file in the folder of a run, or why it cannot be read."""
-    try:
-        with open_regular(file, folder) as log:
-            size = os.fstat(log.fileno()).st_size
-            log.seek(max(0, size - TAIL_BYTES))
-            text = log.read(TAIL_BYTES).decode("utf-8", errors="replace")
-    except OSError as error:
-        return unreadable(file, error)
-    lines = text.splitlines()
-    if size > TAIL_BYTES and len(lines) > 1:
-        lines = lines[1:]
-    return "\n".join(printable(line) for line in lines[-TAIL_LINES:])
-
-
-def unreadable(file: Path, error: OSError) -> str:
-    """Return a line that names a file that cannot be read. It is empty if the file is missing."""
-    return "" if error.errno == ENOENT else "# " + _("{file} cannot be read ({why})", file=file, why=error.strerror)
 
 
 def own_paths(folder: Path) -> Mapping[str, str]:

@@ -1,39 +1,34 @@
 """The result of a run as plain text, and the tables in it that the page of a run has, too."""
 
-from flagcore.domain.metrics import PER_DEVICE, PER_USER, load_text
+from flagcore.domain.metrics import load_text
 from flagcore.domain.plan import failed_repeats
 from flagcore.domain.records import GIB
 from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
 from flagcore.i18n import _, ngettext
 from flagcore.report.blocks import Cell, Table, Text, cell, percent, plain_table, plain_text, table
+from flagcore.report.formats import NAMES, table_columns
 from flagcore.report.run import RunData, seconds, served
 from flagcore.report.summary import answer, details, ending
-from flagcore.report.text import funnel, gain_text, reason_text, repeats_text
-
-LATENCIES = {"TTFT p50 s": "ttft_s.p50", "TTFT p99 s": "ttft_s.p99", "TPOT p50 s": "tpot_s.p50"}
-FRONT = {
-    "output tok/s/dev": PER_DEVICE,
-    "output tok/s/user": PER_USER,
-    "TTFT p50 s": "ttft_s.p50",
-    "TTFT p99 s": "ttft_s.p99",
-}
+from flagcore.report.text import funnel, gain_text, heading, reason_text, repeats_text
 
 
 def trial_table(run: RunData, *, whole: bool = False) -> Table:
     """Return a table with one row per trial. With `whole`, it also has durations and reasons, but no empty columns."""
     if run.serves:
-        figures = [run.unit, _("spread"), f"~{run.unit}", _("median"), _("vs base"), *LATENCIES]
+        figures = [run.unit, _("spread"), f"~{run.unit}", _("median"), _("vs base"), *_latencies(run)]
     else:
         figures = [_("step s"), _("spread"), _("~step s"), "tok/s/dev", _("median"), _("vs base"), "GiB", "~GiB"]
-    headings = [_("trial"), _("configuration"), _("state"), *figures, *([_("duration s"), _("reason")] * whole)]
+    figures = [*([_("reason")] * whole), *figures, *([_("duration s")] * whole)]
+    headings = [_(NAMES["row"][run.fidelity]), _("configuration"), _("state"), *figures]
     rows, listed = [], run.listed
     for trial in (each for each in run.all_trials if each.number in listed):
         row = [run.cell(trial), Cell(run.configuration(trial)), Cell(run.state_text(trial))]
+        row += [cell(reason_text(trial.reason) or None)] * whole
         row += _serving_row(run, trial) if run.serves else _training_row(run, trial)
-        rows.append(row + [cell(trial.duration_s or None), cell(reason_text(trial.reason) or None)] * whole)
+        rows.append(row + [cell(trial.duration_s or None)] * whole)
     used = [place for place in range(len(headings)) if not whole or any(row[place].text != "-" for row in rows)]
     return table(
-        _("All trials, probes and repeats; ~ is predicted"),
+        _("All candidates") if run.fidelity == ESTIMATE else _("All trials, probes and repeats; ~ is predicted"),
         [headings[place] for place in used],
         [[row[place] for place in used] for row in rows],
         sortable=True,
@@ -67,8 +62,13 @@ def _serving_row(run: RunData, trial: Trial) -> list[Cell]:
         cell(predicted[0] if predicted else None, "~"),
         cell(_median(run, trial)),
         Cell("-") if gain is None else Cell(mark + gain_text(run.objective, gain).split()[0], gain),
-        *(cell(served(trial, name)) for name in LATENCIES.values()),
+        *(cell(served(trial, name)) for name in _latencies(run).values()),
     ]
+
+
+def _latencies(run: RunData) -> dict[str, str]:
+    """Return the headings and the names of the latencies in tables: the usual ones, and those that have limits."""
+    return table_columns("latencies") | {heading(name): name for name in run.limits}
 
 
 def _median(run: RunData, trial: Trial) -> float | None:
@@ -83,7 +83,8 @@ def _gain(run: RunData, trial: Trial) -> float | None:
     baseline = run.baseline if run.speedup or run.fidelity != ESTIMATE else None
     base, own = run.median_s(baseline) if baseline else None, run.median_s(trial) or seconds(trial)
     compared = (TrialState.MEASURED, TrialState.STOPPED, TrialState.PREDICTED)
-    is_compared = trial.fidelity == run.fidelity and trial.state in compared and trial.role is not Role.REPEAT
+    is_compared = trial.fidelity == run.fidelity and trial.state in compared
+    is_compared &= trial.role not in (Role.REPEAT, Role.BASELINE)
     return base / own - 1.0 if base and own and is_compared else None
 
 
@@ -110,11 +111,10 @@ def front_table(run: RunData) -> Table | None:
     """Return the table of the Pareto front of throughput and latency, or None if there is only one load point."""
     if not any(trial.measurement and len(trial.measurement.points) > 1 for trial in run.trials):
         return None
-    rows = [
-        [str(point["trial"]), load_text(point), *(cell(point.get(key)) for key in FRONT.values())]
-        for point in run.front
-    ]
-    return table(_("Pareto front of throughput and latency"), [_("trial"), _("load"), *FRONT], rows)
+    columns = table_columns("front")
+    figures = ([cell(point.get(key)) for key in columns.values()] for point in run.front)
+    rows = [[str(point["trial"]), load_text(point), *cells] for point, cells in zip(run.front, figures, strict=True)]
+    return table(_("Pareto front of throughput and latency"), [_("trial"), _("load"), *columns], rows)
 
 
 def result_text(run: RunData) -> str:

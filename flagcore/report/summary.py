@@ -17,6 +17,7 @@ from flagcore.report.formats import NAMES, shown, size_text
 from flagcore.report.result import notes_of, number
 from flagcore.report.run import Record, RunData, measured_s, served
 from flagcore.report.text import (
+    answers_text,
     at_load,
     duration_text,
     figures_text,
@@ -48,6 +49,7 @@ def answer(run: RunData) -> list[Block]:
         ]
         return blocks + ([table(_("Reasons"), [_("trial"), _("state"), _("reason")], rows)] if rows else [])
     blocks.append(Facts(list(_main_results(run, best)), lead=True))
+    blocks += [Text(run.expected)] if run.expected else []
     blocks += [Text(_("Why: {reason}", reason=reason)) for reason in filter(None, [why(run)])]
     return [*blocks, *_uncertainty_notes(run, best)]
 
@@ -158,7 +160,7 @@ def _speed(run: RunData, best: Trial) -> Cell:
     loads = [load_text(point) for point in points if number(point.get(name)) == served(best, name)]
     load = loads[0] if len(points) > 1 and loads else ""  # the load at which the best was rated
     if figures and run.fidelity == ESTIMATE:
-        note = _("(80%: {low} to {high})", low=shown(figures[1]), high=shown(figures[2]))
+        note = "" if run.expected else _("(80%: {low} to {high})", low=shown(figures[1]), high=shown(figures[2]))
     elif figures and count > 1:
         note = _("({count} runs: {low} to {high})", count=count, low=shown(figures[1]), high=shown(figures[2]))
     elif count == 1:
@@ -179,13 +181,15 @@ def _facts(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
         approximate, capacity = "~" if own_bytes is None else "", predicted.capacity_bytes if predicted else None
         limit = "" if capacity is None else f" / {size_text(capacity)}"
         yield _("Device memory in use"), Cell(f"{approximate}{size_text(used)}{limit}", used / 2**30)
+    if answers := answers_text(best, run.baseline):
+        yield _("Checked"), Cell(answers)
     if run.limits:
         yield _("Within latency limits"), Cell(limits_text(run.limits))
         if measured:
             if nearest := nearest_limit(measured.figures, run.limits):
                 yield _("Nearest limit"), Cell(*nearest)
             yield _("Without the limits"), Cell(_fastest_without_limits(run, best))
-    source = f"{_(NAMES['trials_made'][run.fidelity])}, {_('trial')} {best.number}"
+    source = f"{_(NAMES['trials_made'][run.fidelity])}, {_(NAMES['row'][run.fidelity])} {best.number}"
     yield _("Source"), Cell(source, None, f"#trial-{best.number}")
 
 
@@ -213,7 +217,7 @@ def _step(run: RunData, best: Trial) -> Cell:
     bounds = step or best.predicted
     low, high = (bounds.low_s, bounds.high_s) if bounds else (None, None)
     text = f"{_mark(run)}{shown(value)} s"
-    if low and high:
+    if low and high and not run.expected:  # one interval for one figure
         text += " " + _("(80%: {low} to {high} s)", low=shown(low), high=shown(high))
     return Cell(text + (_origin(best, step, has_interval=bool(low and high)) if step else ""), value)
 
@@ -237,7 +241,7 @@ def _gain(run: RunData, best: Trial) -> Cell:
     if speedup is None:
         return Cell(_why_unknown(run, baseline, values))
     if best.candidate == baseline.candidate:
-        text = N_("the baseline is the best: no trial was faster")
+        text = N_("the baseline is the best: no trial was significantly faster")
         if run.fidelity == ESTIMATE:
             text = N_("the baseline is recommended: no candidate is predicted to be clearly faster")
         elif not any(each.measurement and each.candidate != baseline.candidate for each in run.trials):
@@ -327,12 +331,6 @@ def _engines(run: RunData) -> Table:
     return table(_("Tuned engines"), [_("engine"), run.unit, _("stopped")], rows)
 
 
-def _second_best(run: RunData, best: Trial) -> Trial | None:
-    """Return the fastest measured trial of another candidate than the best, or None if there is none."""
-    others = [each for each in run.trials if each.candidate != best.candidate and run.median_s(each)]
-    return min(others, key=lambda each: run.median_s(each) or 0.0, default=None)
-
-
 def why(run: RunData) -> str:
     """Return why the best is faster than the baseline, or than the second-best if it is the baseline itself.
 
@@ -342,7 +340,8 @@ def why(run: RunData) -> str:
     if best is None or not run.trials:
         return ""
     if other is None or other.candidate == best.candidate:
-        if (other := _second_best(run, best)) is None:
+        others = [each for each in run.trials if each.candidate != best.candidate and run.median_s(each)]
+        if (other := min(others, key=lambda each: run.median_s(each) or 0.0, default=None)) is None:
             return ""
         name = _("the second-best (trial {number})", number=other.number)
     times = (run.median_s(other), run.median_s(best))

@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 from flagcore.domain import prediction
 from flagcore.domain.chip import disturbances
 from flagcore.domain.knob import Knob, Knobs
-from flagcore.domain.metrics import HIGHEST_LOAD, MIN_REQUESTS, RATES, HighestLoad, nest_statistics
+from flagcore.domain.metrics import HIGHEST_LOAD, MIN_REQUESTS, HighestLoad, nest_statistics
 from flagcore.domain.plan import Counts, Plan, SearchTime, Speedup
 from flagcore.domain.prediction import MEMORY_ERROR, Prediction
 from flagcore.domain.records import GIB, read_prediction
 from flagcore.domain.space import DOES_NOT_FIT, Candidate
-from flagcore.domain.spec import SERVING, TOKENS_PER_SECOND_PER_DEVICE, is_rate, objective_value
+from flagcore.domain.spec import SERVING, is_rate, objective_value
 from flagcore.domain.trial import PROBE, RUN, Measurement, Shortened, Trial, TrialState, is_disturbed
 from flagcore.i18n import N_, Message, _, columns, left, ngettext
 from flagcore.report.formats import NAMES, shown, size_text
@@ -218,7 +218,7 @@ def part_name(part: str) -> str:
 
 
 def bottleneck_text(found: Prediction) -> str:
-    """Return the bottleneck of a predicted training step, with its share. Empty if the bottleneck is unknown."""
+    """Return the bottleneck of a predicted step, with its share, and the waits. Empty if the bottleneck is unknown."""
     name, time = found.limit, found.time_s
     if name == "memory":
         used, capacity = map(size_text, (found.device_used_bytes, found.capacity_bytes))
@@ -229,7 +229,13 @@ def bottleneck_text(found: Prediction) -> str:
     text = N_("Bottleneck: {limit}, ~{share:.0%} of a step.")
     if name != "compute":
         text = N_("Bottleneck besides compute: {limit}, ~{share:.0%} of a step.")
-    return _(text, limit=_(name), share=seconds / sum(time.values()))
+    return " ".join([_(text, limit=_(name), share=seconds / sum(time.values())), *waits(found)])
+
+
+def waits(found: Prediction) -> list[str]:
+    """Return how long each role of a step waits for the other one, and what shortens this."""
+    texts = [(text, found.figures.get(name)) for name, text in NAMES["waits"].items()]
+    return [_(text, seconds=shown(wait), step=shown(found.step_time_s)) for text, wait in texts if wait]
 
 
 def _excess(found: Prediction) -> str:
@@ -266,15 +272,10 @@ def _is_set(knob: Knob, value: object) -> bool:
 SHORT_RATES, SHORT_LATENCIES = NAMES["short_rates"], NAMES["short_latencies"]
 
 
-TRAINING_UNITS = {TOKENS_PER_SECOND_PER_DEVICE: "tokens/s/device", "step_time_s": "s/step"}
-
-
 def heading(objective: str) -> str:
     """Return the heading of an objective's column, with the unit."""
-    if objective in TRAINING_UNITS:
-        return TRAINING_UNITS[objective]
-    if objective in RATES:
-        return SHORT_RATES[objective]
+    if unit := {**NAMES["training_units"], **SHORT_RATES}.get(objective):
+        return unit
     figure, _, statistic = objective.partition(".")
     return f"{SHORT_LATENCIES[figure]} {statistic or 'mean'} s"
 
@@ -315,6 +316,17 @@ def highest_text(load: float, found: HighestLoad | None) -> str:
         return _("highest load at least {load} (higher loads untested: no time left)", load=shown(load))
     text = N_("highest load at least {load} (up to {exceeded} untested: no time left)")
     return _(text, load=shown(load), exceeded=shown(found.exceeded))
+
+
+def answers_text(trial: Trial | None, baseline: Trial | None) -> str:
+    """Return how much the answers of a trial differ from the baseline's, or that this was not checked. Empty if the
+    trial measured nothing, or is of the baseline."""
+    if trial is None or trial.measurement is None or trial.fidelity != RUN:
+        return ""
+    if (found := trial.measurement.answers) is None:
+        return "" if baseline and baseline.candidate == trial.candidate else _("answers: not checked")
+    text, unit = N_("answers: {difference} {unit}, limit {limit}"), _(found.unit)
+    return _(text, difference=f"{found.difference:.2g}", unit=unit, limit=f"{found.limit:g}")
 
 
 def short_line(measured: Measurement, objective: str) -> str:

@@ -4,8 +4,9 @@ The cluster consists of identical nodes, or of groups of nodes with different ch
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -103,47 +104,44 @@ def read_hosts(path: Path, *, file: str) -> tuple[HostLine, ...]:
     `file`: the spec that names the host file.
     Raises SpecError with the number of the invalid line.
     """
-    lines: list[HostLine] = []
+    lines, kinds = dict[str, HostLine](), dict[str, HostLine]()  # kinds: the first host of each
     for number, line in enumerate(read_text(path, file=file, key="cluster.hostfile").splitlines(), start=1):
         name, *pairs = line.partition("#")[0].split() or [""]
         if not name:
             continue
         options = dict(pair.partition("=")[::2] for pair in pairs)
-        if problem := _problem(name, pairs, options, lines):
+        if problem := _problem(name, pairs, options, lines, kinds):
             fix = "write lines such as `node-1 slots=8`, or `node-1 slots=8 type=CHIP`"
             raise spec_error(f"line {number}", problem, value=line.strip(), fix=fix, file=str(path))
         slots = int(options["slots"]) if "slots" in options else None
         user, _at, host = name.rpartition("@")
-        lines.append(HostLine(host=host, user=user, slots=slots, kind=options.get("type", "")))
+        lines[host] = HostLine(host=host, user=user, slots=slots, kind=options.get("type", ""))
+        kinds.setdefault(lines[host].kind, lines[host])
     if not lines:
         raise spec_error("cluster.hostfile", "names no host", fix="write one `host slots=8` per line", file=str(path))
-    return tuple(lines)
+    return tuple(lines.values())
 
 
-def _problem(name: str, pairs: Sequence[str], options: dict[str, str], before: Sequence[HostLine]) -> str:
+def _problem(
+    name: str, pairs: Sequence[str], options: dict[str, str], before: Collection[str], kinds: dict[str, HostLine]
+) -> str:
     """Return why a line of a host file is invalid, or an empty string. `name`: the host, with its user if there is one.
-    `before`: the hosts of the lines above it."""
+    `before`: the hosts of the lines above it. `kinds`: the first of each type."""
     if not _HOST.fullmatch(name):
         return "does not start with the name of a host"
-    if any(name.rpartition("@")[2] == line.host for line in before):
+    if name.rpartition("@")[2] in before:
         return "repeats a host"
     if len(options) < len(pairs) or not set(options) <= {"slots", "type"} or not options.get("type", "x"):
         return "has other text than slots=NUMBER and type=LABEL after the host"
     slots = options.get("slots", "1")
     if not re.fullmatch("[0-9]{1,7}", slots) or not 1 <= int(slots) <= MAX_DEVICES:
         return f"must give slots from 1 to {MAX_DEVICES}"
-    return _difference(options, before)
-
-
-def _difference(options: Mapping[str, str], before: Sequence[HostLine]) -> str:
-    """Return how a valid line of a host file contradicts those above it, or an empty string."""
-    for key, has in (("slots", [line.slots is not None for line in before]), ("type", [bool(x.kind) for x in before])):
-        if has and (key in options) != has[0]:
-            return f"must have {key} if the other hosts have it, and only then"
-    same_kind = [line for line in before if line.kind == options.get("type", "")]
-    if same_kind and "slots" in options and same_kind[0].slots != int(options["slots"]):
-        return UNEQUAL
-    return ""
+    for first in islice(kinds.values(), 1):
+        for key, has in (("slots", first.slots is not None), ("type", bool(first.kind))):
+            if (key in options) != has:
+                return f"must have {key} if the other hosts have it, and only then"
+    same_kind = kinds.get(options.get("type", ""))
+    return UNEQUAL if same_kind and "slots" in options and same_kind.slots != int(options["slots"]) else ""
 
 
 def cluster_of(cluster: ClusterSection | Literal["auto"], context: Context) -> ClusterSpec:
@@ -158,7 +156,7 @@ def cluster_of(cluster: ClusterSection | Literal["auto"], context: Context) -> C
     if cluster.hostfile is not None:
         lines = read_hosts(context.base / cluster.hostfile, file=context.file)
     users = {line.host: line.user for line in lines if line.user}
-    if unknown := [host for host in host_envs if host not in {line.host for line in lines}]:
+    if unknown := sorted({*host_envs} - {line.host for line in lines}):
         problem, fix = _("is not a host of cluster.hostfile"), _("use a name of cluster.hostfile, or remove it")
         raise join_errors([spec_error(("host_envs", each), problem, fix=fix) for each in unknown])
     several_kinds = cluster.groups is not None or len({line.kind for line in lines}) > 1

@@ -16,9 +16,9 @@ from flagcore.domain.spec import COST, Spec, TrainSpec
 from flagcore.domain.work import Work
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
-from flagcore.spec.knobs import Engines, kinds_of, knobs_of, knobs_of_engine, missing_engine
+from flagcore.spec.knobs import Engines, kinds_of, knobs_of, knobs_of_engine, missing_engine, sections_of
 from flagcore.spec.plain_data import plain, spec_error
-from flagcore.spec.schema import CommonSection, with_depths
+from flagcore.spec.schema import CommonSection, with_depths, with_fields
 from flagcore.spec.validate import Context, Section, located, validated
 
 
@@ -117,6 +117,7 @@ def _document(
         except SpecError as error:
             problems += [located(each, (), file) for each in error.problems]
     document_type = import_module(kinds[kind].documents).document_for(() if problems else tuple(knobs.items()))
+    document_type = with_fields(document_type, **sections_of(engines, data))
     _add_sections(document_type, data)
     document, found = validated(document_type, data, Context(file=file, base=base, data=data))
     return document, problems + found
@@ -197,5 +198,6 @@ def json_schema(engines: Engines) -> dict[str, Any]:
         job = kinds[kind]
         several = [rows] if job.several_engines and len(rows) > 1 else []
         documents += [import_module(job.documents).document_for(each) for each in (*((row,) for row in rows), *several)]
-    schema = TypeAdapter(reduce(or_, documents or [CommonSection])).json_schema()
+    documents = [with_fields(each, **sections_of(engines, ())) for each in documents or [CommonSection]]
+    schema = TypeAdapter(reduce(or_, documents)).json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "flagcore spec"}

@@ -3,10 +3,9 @@
 Unknown keys are allowed, because they describe the source of a record.
 """
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Annotated, Any, BinaryIO, ClassVar
 
@@ -16,6 +15,7 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.spec import AUTO, JobRecord, Precision, TrainSpec
 from flagcore.domain.units import Devices, Rate, Text, Word
 from flagcore.errors import SpecError
+from flagcore.i18n import closest
 from flagcore.spec.clusters import check_devices
 from flagcore.spec.knobs import (
     Engines,
@@ -27,7 +27,7 @@ from flagcore.spec.knobs import (
     settings_section,
 )
 from flagcore.spec.models import ModelInput
-from flagcore.spec.plain_data import load_json, plain, spec_error
+from flagcore.spec.plain_data import MAX_VALUES, load_json, plain, spec_error
 from flagcore.spec.schema import TrainJob, with_depths
 from flagcore.spec.validate import Context, Section, checked, rule
 
@@ -170,19 +170,22 @@ def reject_misplaced_keys(line: Mapping[str, object], record: type[AnyRecord], s
             continue
         if key in sections:
             raise spec_error((key,), "is not a known key", value=line[key], fix=f"it belongs under {sections[key]}")
-        if close := difflib.get_close_matches(
-            key[:64], [name for name in known_keys if name not in line], n=1, cutoff=0.7
-        ):
-            raise spec_error((key,), "is not a known key", value=line[key], fix=f"did you mean {close[0]}?")
+        if close := closest(key[:64], [name for name in known_keys if name not in line], cutoff=0.7):
+            raise spec_error((key,), "is not a known key", value=line[key], fix=f"did you mean {close}?")
 
 
 Line = Mapping[str, Any] | SpecError
+MAX_LINE = 64 << 20
 
 
 def read_job_lines(stream: BinaryIO, *, file: str) -> Iterator[Line]:
     """Yield the record in each line of a job file, or an error that names `file` and the line. Skips empty lines."""
-    for number, line in enumerate(stream, start=1):
-        if line.strip():
+    blank, lines = 0, iter(partial(stream.readline, MAX_LINE + 1), b"")
+    for number, line in enumerate(lines, start=1):
+        blank = 0 if line.strip() else blank + 1
+        if len(line) > MAX_LINE or blank > MAX_VALUES:
+            raise spec_error(f"{file}: line {number}", "has no end", fix="write one JSON object per line")
+        if not blank:
             yield _record(line, f"{file}: line {number}")
 
 

@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-from pydantic import BeforeValidator, Field, ValidationError, create_model
+from pydantic import BeforeValidator, Field, create_model
 
 from flagcore.contracts import Engine
 from flagcore.domain.knob import Knob
@@ -44,6 +43,11 @@ class Installable(Protocol):
 def kinds_of(engines: Engines) -> Mapping[str, type[Work]]:
     """Return the kinds of jobs that are installed with `engines`. Training always is."""
     return engines.kinds if isinstance(engines, Installable) else {TrainSpec.kind: TrainSpec}
+
+
+def sections_of(engines: Engines, keys: Collection[str]) -> dict[str, Any]:
+    """Return the fields that other distributions add to a spec with `keys`, or all without keys."""
+    return getattr(engines, "sections", lambda _keys: {})(keys)
 
 
 def missing_engine(name: str, engines: Engines) -> str:
@@ -159,23 +163,6 @@ def settings_of(
         else:
             settings[name] = value
     return settings
-
-
-def setting_from_text(name: str, text: str, knobs: tuple[Knob, ...]) -> dict[str, SettingValue]:
-    """Return the setting `name` with the value in `text`, such as a flag's argument. Empty if the value is invalid."""
-    words: dict[str, object] = {"true": True, "false": False, "on": True, "off": False}
-    for value in (words.get(text.lower()), _number(text), text):
-        if value is not None:
-            with suppress(ValidationError):
-                return settings_of(settings_section(knobs).model_validate({name: value}), knobs)
-    return {}
-
-
-def _number(text: str) -> int | float | None:
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(text)
-    return None
 
 
 def knobs_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, Any]:

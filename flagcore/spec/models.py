@@ -7,7 +7,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
-from pydantic import ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import WrapValidator
 
 from flagcore.domain.model import Model
 from flagcore.errors import SpecError
@@ -68,12 +68,12 @@ def model_of(source: str | Shape | Mapping[str, Any], context: Context) -> Model
     return model_of_shape(source) if isinstance(source, Shape) else _model_at(source, context.base)
 
 
-def _or_keys(value: object, validate: ValidatorFunctionWrapHandler) -> object:
-    return value if isinstance(value, Mapping) and "model_type" in value else validate(value)
-
-
 ModelSource = Annotated[
-    ModelPath | Shape, WrapValidator(_or_keys, json_schema_input_type=ModelPath | dict[str, Any] | Shape)
+    ModelPath | Shape,
+    WrapValidator(
+        lambda value, validate: value if isinstance(value, Mapping) and "model_type" in value else validate(value),
+        json_schema_input_type=ModelPath | dict[str, Any] | Shape,
+    ),
 ]
 """The type of a key with a path, an inline shape, or keys of a config.json."""
 ModelInput = Annotated[ModelSource, rule(model_of)]

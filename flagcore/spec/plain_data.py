@@ -11,9 +11,9 @@ import json
 import math
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from importlib.resources import files
 from math import isfinite
 from pathlib import Path
@@ -22,10 +22,10 @@ from typing import Any
 import yaml
 
 from flagcore.contracts import ImportedSpec
-from flagcore.domain.files import read_regular
+from flagcore.domain.files import read_all, read_regular
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError
-from flagcore.i18n import _
+from flagcore.i18n import _, closest
 
 MAX_DEPTH = 32
 MAX_VALUES = 100_000
@@ -162,16 +162,16 @@ def mapping_of(text: str, *, file: str, key: str = "file") -> dict[str, Any]:
 
 
 def read_text(path: Path, *, file: str, key: str) -> str:
-    """Return the text of a UTF-8 file. Raises SpecError for other files, and for files larger than MAX_BYTES.
+    """Return the text of a UTF-8 file, or of stdin if `file` is `-`.
 
-    Does not block on pipes.
+    Raises SpecError for other files, and for more than MAX_BYTES. Does not block on other pipes than stdin.
     """
-
     fix = _("give the path of a file that can be read")
     try:
-        return read_regular(path, MAX_BYTES).decode("utf-8-sig")
+        data = read_all(sys.stdin.buffer, MAX_BYTES) if file == "-" else read_regular(path, MAX_BYTES)
+        return data.decode("utf-8-sig")
     except FileNotFoundError:
-        problem = _("does not exist")
+        problem = _("is a link to a missing file") if path.is_symlink() else _("does not exist")
         fix = _("did you mean {name}?", name=similar) if (similar := _similar_file(path)) else fix
     except UnicodeDecodeError as error:
         problem, fix = _("is not UTF-8 text (byte {place})", place=error.start), _("save it as UTF-8")
@@ -183,10 +183,10 @@ def read_text(path: Path, *, file: str, key: str) -> str:
 def _similar_file(path: Path) -> Path | None:
     """Return the file in the same folder with the name most similar to a missing file's name, or None."""
     try:
-        (name,) = get_close_matches(path.name, os.listdir(path.parent), n=1)
+        name = closest(path.name, [each for each in os.listdir(path.parent) if each != path.name])
     except (OSError, ValueError):
         return None
-    return path.with_name(name)
+    return path.with_name(name) if name else None
 
 
 def load_json(text: str) -> Any:
@@ -304,6 +304,7 @@ class Notes:
     def __init__(self, file: str = "") -> None:
         self.file = file
         self.notes: list[ImportNote] = []
+        self._known = set[ImportNote]()
         self.problems: list[SpecError] = []
 
     def note(self, key: str, text: str, at: str = "") -> None:
@@ -311,7 +312,8 @@ class Notes:
 
         `at`: the related key of the spec. Empty if there is none.
         """
-        if (note := ImportNote(key, " ".join(text.split()), at)) not in self.notes:
+        if (note := ImportNote(key, " ".join(text.split()), at)) not in self._known:
+            self._known.add(note)
             self.notes.append(note)
 
     def error(self, key: str, problem: str, *, value: object = None, fix: str = "") -> SpecError:

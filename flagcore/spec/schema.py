@@ -3,10 +3,12 @@
 Validation replaces each section with a record of `flagcore.domain`.
 """
 
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from io import BytesIO
 from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Any, Literal
@@ -54,20 +56,22 @@ class LengthsSection(Section):
 
 def _counted(path: Path, section: LengthsSection) -> Mapping[int, float]:
     """Return how often each length is in a file. Raises SpecError."""
-    counts, number, problem = Counter[int](), 0, _("has no lengths")
+    counts, line, problem = Counter[int](), b"", _("has no lengths")
     try:
-        for number, line in enumerate(read_regular(path).split(b"\n"), 1):  # noqa: B007
+        data = read_regular(path).removeprefix(BOM_UTF8)
+        for line, count in Counter(BytesIO(data)).items():  # at once: files may have millions of equal lines
             if line.strip():
                 row = load_json(line.decode())
                 length = row["length"] if isinstance(row, dict) else row
                 if type(length) is not int or not 1 <= length <= MOST:
                     raise ValueError
-                counts[length] += 1
+                counts[length] += count
         if counts:
             return counts
     except OSError as error:
         problem = _("cannot be read ({why})", why=error.strerror)
     except (ValueError, LookupError):
+        number = [*BytesIO(data)].index(line) + 1
         problem = _("has no whole number from 1 to {most} in line {number}", most=MOST, number=number)
     fix = _("give a number, or an object with length, on each line")
     raise spec_error("file", problem, value=section.file, fix=fix)
@@ -149,7 +153,7 @@ class TrainSection(TrainJob):
 
 BUDGET = (
     *("max_time_per_task", "max_time", "disk_limit", "device_wait", "max_trials", "parallel_trials", "repeats"),
-    *("indifference", "run_best", "use_experience"),
+    *("indifference", "answers", "run_best", "use_experience"),
 )
 """The keys of the budget of a search for a job of any kind."""
 
@@ -289,9 +293,8 @@ def with_fields(section: type[M], suffix: str = "", **fields: Any) -> type[M]:
     `fields`: the type and the default of each changed field.
     """
     for name, (kind, default) in fields.items():
-        text = section.model_fields[name].description
         extra: dict[str, JsonValue] | None = {"default": {}} if name == "settings" else None
-        fields[name] = (kind, Field(default, description=text, json_schema_extra=extra))
+        fields[name] = (kind, Field(default, json_schema_extra=extra))
     return create_model(section.__name__ + suffix, __base__=section, __doc__=section.__doc__, **fields)
 
 

@@ -4,7 +4,6 @@ Error messages are derived from the JSON Schema of the model.
 """
 
 import ast
-import difflib
 import inspect
 import re
 import sys
@@ -13,14 +12,14 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, cast, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model
 from pydantic_core import PydanticCustomError
 
 from flagcore.domain.units import LONGEST_TEXT, Value
 from flagcore.errors import SpecError, join_errors
-from flagcore.i18n import N_, _
+from flagcore.i18n import N_, _, closest
 from flagcore.spec.plain_data import KeyPath, key_text, package_yaml, spec_error
 
 MAX_PROBLEMS = 20
@@ -36,9 +35,18 @@ ALIASES = package_yaml(__package__, "names.yaml")["aliases"]
 class Section(BaseModel):
     """The base class of sections of a spec, with strict types, no unknown keys, and a docstring for each key."""
 
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
+    texts_from: ClassVar[tuple[type, ...]] = ()
+    """Further classes whose docstrings of fields are those of keys."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
+        """Return the JSON Schema with the docstrings, which are only read here, because pydantic takes long to."""
+        schema: dict[str, Any] = handler(core)
+        keys = handler.resolve_ref_schema(schema).get("properties", {})
+        for name in (texts := texts_of(cls)).keys() & keys.keys():
+            keys[name].setdefault("description", texts[name])
+        return schema
 
 
 class RecordSection(Section):
@@ -58,24 +66,25 @@ def keys_of_record(record: type, *names: str) -> Callable[[type[M]], type[M]]:
 
     def decorate(section: type[M]) -> type[M]:
         name_of, doc, base = section.__name__, section.__doc__, section.__base__
-        hints, texts = get_type_hints(record, include_extras=True), _texts_of(record)
+        hints = get_type_hints(record, include_extras=True)
         defaults = {each.name: ... if each.default is MISSING else each.default for each in fields(record)}
         keys = dict[str, Any]()
         for name in (*(names or defaults), *section.model_fields):
-            text, own = texts.get(name), section.model_fields.get(name)
-            if own:
-                own.description = own.description or text
-            keys[name] = (own.annotation, own) if own else (hints[name], Field(defaults[name], description=text))
+            own = section.model_fields.get(name)
+            keys[name] = (own.annotation, own) if own else (hints[name], defaults[name])
+        keys["texts_from"] = (ClassVar[tuple[type, ...]], (record, section))
         return cast("type[M]", create_model(name_of, __base__=base, __doc__=doc, **keys))
 
     return decorate
 
 
-def _texts_of(record: type) -> dict[str, str]:
-    """Return the docstrings of the fields of a dataclass and of its bases."""
+def texts_of(record: type) -> dict[str, str]:
+    """Return the docstrings of the fields of a dataclass, or of the keys of a section, and of its bases."""
     texts = dict[str, str]()
-    for base in reversed(record.__mro__[:-1]):
-        body = _classes_of(base.__module__)[base.__name__].body
+    for base in reversed([each for each in record.__mro__[:-1] if each is not BaseModel]):
+        for source in vars(base).get("texts_from", ()):
+            texts |= texts_of(source)
+        body = found.body if (found := _classes_of(base.__module__).get(base.__name__)) else []
         for target, each in pairwise(body):
             text = each.value if isinstance(each, ast.Expr) else None
             if isinstance(target, ast.AnnAssign) and isinstance(text, ast.Constant):
@@ -229,6 +238,7 @@ TEXTS: tuple[tuple[str, Mapping[str, str], str], ...] = (
     ("string", {"example": "examples"}, N_("a string such as {example}")),
     ("string", {"least": "minLength", "most": "maxLength"}, N_("a string of {least} to {most} characters")),
     ("string", {}, N_("a string")),
+    ("object", {"most": "maxProperties"}, N_("a mapping with at most {most} keys")),
 )
 """Types of JSON Schema, the keywords that a schema has, and the description of its values. The first row counts."""
 
@@ -317,9 +327,9 @@ def _suggest_key(root: Schema, path: KeyPath) -> tuple[str, str]:
         return _("it belongs under {section}", section=sections), ""
     if close := _keys_like(name, section_keys):
         return _(DID_YOU_MEAN, name=close[0]), close[0]
-    if close := difflib.get_close_matches(name, [str(key[-1]) for key in known], n=1, cutoff=0.8):
-        suggestion = next(key for key in known if key[-1] == close[0])
-        return _(DID_YOU_MEAN, name=key_text(suggestion)), close[0]
+    if close_key := closest(name, [str(key[-1]) for key in known], cutoff=0.8):
+        suggestion = next(key for key in known if key[-1] == close_key)
+        return _(DID_YOU_MEAN, name=key_text(suggestion)), close_key
     listed = section_keys if len(section_keys) <= 20 else [*section_keys[:7], "...", *section_keys[-3:]]
     return _("known keys: {names}", names=", ".join(listed)), ""
 
@@ -334,7 +344,7 @@ def _keys_like(name: str, keys: list[str]) -> list[str]:
         if len(shortened) == 1:
             return shortened
     cutoff = 0.6 if max(map(len, keys), default=0) > 4 else 1.0  # short keys such as p50 are all similar
-    return difflib.get_close_matches(name, keys, n=1, cutoff=cutoff)
+    return [*filter(None, [closest(name, keys, cutoff)])]
 
 
 def _initials(key: str) -> tuple[str, ...]:
@@ -375,8 +385,8 @@ def _hint_of_text(value: str, options: list[Schema]) -> str:
     if hint := _hint_of_unit(value, [unit for option in options for unit in option.get("units", ())]):
         return hint
     words = [word for option in options for word in option.get("enum", [option.get("const")]) if word]
-    close = difflib.get_close_matches(value[:64].lower(), words, n=1)
-    return _(DID_YOU_MEAN, name=close[0]) if close else ""
+    close = closest(value[:64].lower(), words)
+    return _(DID_YOU_MEAN, name=close) if close else ""
 
 
 def _hint_of_unit(value: str, units: list[str]) -> str:
@@ -384,6 +394,8 @@ def _hint_of_unit(value: str, units: list[str]) -> str:
     if not units or amount is None:
         return ""
     close = [unit for unit in units if unit.lower() == amount[2].lower()]
+    if amount[2] in close:
+        return _("use an amount in this range")
     return _(DID_YOU_MEAN, name=amount[1] + close[0]) if close else _("use a unit of {units}", units=", ".join(units))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +52,8 @@ def stop_reason(control: Control, search_state: SearchState, elapsed: float, pen
     measured = [(trial.duration_s, trial.measurement) for trial in trials if trial.state is TrialState.MEASURED]
     trial_seconds = [seconds * (SHORTEST if each and each.few_steps else 1.0) for seconds, each in measured]
     late = [trial.duration_s * AFTER_TIMEOUT for trial in trials if trial.state is TrialState.TIMED_OUT]
-    reserved = max(trial_seconds or late, default=0.0) + repeats_seconds(control, search_state)
+    repeats_s = repeats_seconds(control, search_state) if len(trials) > 1 else 0.0  # one alone needs no comparison
+    reserved = max(trial_seconds or late, default=0.0) + repeats_s
     if control.max_time - elapsed > reserved:
         return None
     text = N_("after {elapsed:.0f} s, max_time = {seconds:g} s leaves no time for another trial and repeats")
@@ -144,6 +146,11 @@ class Budget:
     def seconds_left(self) -> float | None:
         """The seconds until `control.max_time`. None without such a limit."""
         return None if self.control.max_time is None else self.control.max_time - self.elapsed
+
+    def exceeds(self, ended: str) -> bool:
+        """Return whether the limit that ended a search, as `stop_reason` names it, is now higher."""
+        found = re.search(r"(max_trials|max_time) = (\d\S*)", ended)
+        return found is not None and float(found[2]) < (getattr(self.control, found[1]) or math.inf)
 
     @property
     def seconds_for_probes(self) -> float:

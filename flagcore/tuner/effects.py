@@ -97,8 +97,7 @@ def plugin_columns(task: Task, values: Mapping[str, KnobValue]) -> dict[str, Int
 
 def effects_of_row(task: Task, columns: Columns) -> list[Effect]:
     """Return the effects of the first row of `columns`."""
-    values = {axis.knob: axis.decode(int(columns[axis.knob][0])) for axis in plugin_axes(task)}
-    return effects_of(task, values)
+    return effects_of(task, {axis.knob: axis.decode(int(columns[axis.knob][0])) for axis in plugin_axes(task)})
 
 
 def with_flags(task: Task, effects: Sequence[Effect]) -> Task:

@@ -227,16 +227,20 @@ def dry_run(problem: Problem) -> Plan:
         )
         for number, each in enumerate(rows)
     ]
-    best, base = (problem.predictions.row(each) for each in (plan_row, row))
-    speedup = None
-    if best.step_time_s and base.step_time_s and base.fits is not False:
-        gain = base.step_time_s / best.step_time_s - 1.0
-        speedup = Speedup.of(gain, (gain,))
+    gain = planned_gain(problem, plan_row)
+    speedup = None if gain is None else Speedup.of(gain, (gain,))
     stopped_because = N_("fidelity = estimate runs no trials")
     plan = summarize(task, problem.space, problem.pruned, SearchState(), stopped_because, problem.knobs)
     return replace(
         plan, trials=tuple(trials), baseline=trials[0], best=trials[list(rows).index(plan_row)], speedup=speedup
     )
+
+
+def planned_gain(problem: Problem, row: int) -> float | None:
+    """Return the predicted gain of the one in `row` over the baseline. None if unknown or if that does not fit."""
+    best, base = (problem.predictions.row(each) for each in (row, problem.row_of(problem.baseline)))
+    best_s, base_s = best.step_time_s, base.step_time_s
+    return base_s / best_s - 1.0 if best_s and base_s and base.fits is not False else None
 
 
 CALIBRATE = "`flag calibrate` measures it on such a device"
@@ -246,7 +250,8 @@ def no_time(task: Task, costs: Costs) -> str:
     """Return why no time can be predicted for a task: which rates are unknown, and how to provide them."""
     precision, unlisted, by_fix = task.spec.work.precision, list[str](), dict[str, list[str]]()
     for group, group_costs in zip(task.cluster.groups, costs.groups, strict=False):
-        known_precisions = _known_precisions(group_costs)
+        size, gemm_seconds = np.array([1024.0]), group_costs.kernels.gemm_seconds
+        known_precisions = [each for each in PRECISIONS if not np.isnan(gemm_seconds(size, size, size, each)).any()]
         if known_precisions and precision not in known_precisions:
             unlisted.append(_other_precision(group, known_precisions, precision))
         for rate, fix in _unknown_rates(group, group_costs, bool(known_precisions), precision):
@@ -266,11 +271,6 @@ def no_time(task: Task, costs: Costs) -> str:
         if group.memory_bytes is None and group.chip.memory_bytes is None
     ]
     return "; ".join([*dict.fromkeys(unlisted), *([f"unknown: {rates_text}"] if rates_text else []), *unlimited])
-
-
-def _known_precisions(costs: Costs) -> list[str]:
-    size = np.array([1024.0])
-    return [each for each in PRECISIONS if not np.isnan(costs.kernels.gemm_seconds(size, size, size, each)).any()]
 
 
 def _other_precision(group: NodeGroup, precisions: list[str], precision: str) -> str:

@@ -105,11 +105,12 @@ class _Search:
         """Probe, search, and repeat the finalists. Return why the search stopped.
 
         Raises HostLost if it stopped because hosts were lost.
-        A search does not continue once repeats have begun, even if the run is resumed.
+        A search continues after repeats only if the run is resumed with more trials or time than ended it.
         """
         self._run_probes()
-        search_ended = next((each.search_ended for each in self.progress.state.repeats if each.search_ended), None)
-        search_ended = search_ended or self._run_candidates()
+        search_ended = next((each.search_ended for each in self.progress.state.repeats[::-1] if each.search_ended), "")
+        if not search_ended or self.budget.exceeds(search_ended):
+            search_ended = self._run_candidates()
         if not self.lacks_nodes:
             self._repeat_finalists(search_ended)
         if self.lacks_nodes or (self.hosts.are_busy and self.hosts.loss):

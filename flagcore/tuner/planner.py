@@ -20,6 +20,7 @@ from flagcore.tuner.parallel import Hosts, Parallelism
 from flagcore.tuner.problem import with_learned
 from flagcore.tuner.search_state import min_repeats
 from flagcore.tuner.shorten import shortened_steps
+from flagcore.tuner.stages.compare import compare
 from flagcore.tuner.stages.learn import learn
 from flagcore.tuner.stages.predict import predict_stage_layers, with_figures
 from flagcore.tuner.stages.prune import prune_by_trials
@@ -183,7 +184,10 @@ class Progress:
         return trial
 
     def finish(self, trial: Trial) -> None:
-        """Store the outcome of a trial, learn from it, and report it."""
+        """Check the answers of a trial, store its outcome, learn from it, and report it."""
+        base, folder = self.state.baseline, self.store.folder
+        if base and trial.fidelity == RUN and self.problem.task.spec.control.answers is not None:
+            trial = compare(self.problem.platform, trial, base, (folder(trial), folder(base)))
         self.store.finish(trial)
         self._learn()
         self.emit("trial_finished", trial)

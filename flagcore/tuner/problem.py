@@ -58,23 +58,15 @@ def build_problem(
     on_fewer = completed.trial_nodes < completed.cluster.nodes
     smaller = SmallerTask(platform, completed.trial_nodes) if on_fewer else None
     legal = replace(legal, rules=(*legal.rules, smaller.rule())) if smaller else legal
-    baseline, is_usual = _baseline(platform, legal, on_usual)
-    values = baseline.as_dict()
-    axes = tuple(replace(axis, extra_values=(values[axis.knob],)) for axis in legal.axes)
-    built = partial(build, axes, legal.rules, legal.merges, first=[knob.name for knob in platform.task.knobs])
-    space, known_s = built(bounds(platform, axes, None)), np.inf
-    if is_bounded := NOT_LIKELY in space.illegal:
-        known_s = _known_seconds(predict(platform, space))
-    legal = replace(legal, bounds=bounds(platform, axes, known_s, plan=plan))
-    space = built(legal.bounds) if is_bounded else space
-    if not len(space):
-        raise NothingFits(_nothing_legal(space, legal))
-    is_hopeless = is_bounded and any(rule.broken(candidate_columns(platform, values)).any() for rule in legal.bounds)
-    adds_baseline = space.find(baseline) is None and not is_hopeless
-    space = space.with_candidate(baseline)
-    predictions = predict(platform, space)
+    about = (platform.task, platform.costs, platform.value_rules, platform.unmodelled, platform.devices, plan)
+    space, predictions, known_s, baseline, is_usual, adds_baseline = plugins.kept(
+        partial(_predicted, platform, legal, on_usual, plan=plan), about
+    )
+    first = bounds(platform, space.axes, None)
+    first = tuple(replace(each, broken=_all) if each.name in space.illegal else each for each in first)
+    legal = replace(legal, bounds=bounds(platform, space.axes, known_s, plan=plan) or first)
     rules = (*engine.pruning_rules(platform.task), *([smaller] if smaller else []))
-    return Problem(
+    problem = Problem(
         platform=platform,
         legality=legal,
         space=space,
@@ -87,6 +79,34 @@ def build_problem(
         adds_baseline=adds_baseline,
         published=nearest_runs(platform.task, plugins),
     )
+    return engine.plans.scheduled(problem)
+
+
+def _all(columns: Columns) -> BoolArray:
+    """Exclude all: a candidate that is not in a space that was cut."""
+    return np.ones(next(iter(columns.values())).shape, dtype=np.bool_)
+
+
+def _predicted(
+    platform: Platform, legal: Legality, on_usual: OnUsual | None, *, plan: bool
+) -> tuple[Space, Predictions, float, Candidate, bool, bool]:
+    """Return the space, its predictions, the time that bounds it, the baseline, and `Problem`'s two facts about it."""
+    baseline, is_usual = _baseline(platform, legal, on_usual)
+    values = baseline.as_dict()
+    axes = tuple(replace(axis, extra_values=(values[axis.knob],)) for axis in legal.axes)
+    built = partial(build, axes, legal.rules, legal.merges, first=[knob.name for knob in platform.task.knobs])
+    first = bounds(platform, axes, None)
+    space, known_s = built(first), math.inf
+    if is_bounded := NOT_LIKELY in space.illegal:
+        known_s = _known_seconds(predict(platform, space))
+    rules = bounds(platform, axes, known_s, plan=plan) or first
+    space = built(rules) if is_bounded else space
+    if not len(space):
+        raise NothingFits(_nothing_legal(space, legal))
+    columns = candidate_columns(platform, values)
+    is_hopeless = any(rule.name in space.illegal and rule.broken(columns).any() for rule in rules)
+    space, adds_baseline = space.with_candidate(baseline), space.find(baseline) is None and not is_hopeless
+    return space, predict(platform, space), known_s, baseline, is_usual, adds_baseline
 
 
 def with_learned(problem: Problem, trials: Sequence[Trial]) -> Problem:
@@ -148,9 +168,9 @@ def rows_by_time(problem: Problem) -> IntArray:
     return np.asarray(rows[np.lexsort((problem.predictions.device_used_bytes[rows], time, last[rows]))])
 
 
-LAST = ("", N_("little memory left"), N_("latency limit"), N_("not in the space"))
+LAST = ("", N_("little memory left"), N_("latency limit"), N_("not in the space"), N_("no program starts it"))
 """Why a plan lists a candidate after all others: it has a predicted time, but leaves no margin of memory; it exceeds a
-limit; or it is a baseline that the space of the spec does not contain."""
+limit; it is a baseline that the space of the spec does not contain; or nothing starts it (`unusual` is infinite)."""
 
 
 def listed_last(problem: Problem) -> IntArray:
@@ -160,6 +180,9 @@ def listed_last(problem: Problem) -> IntArray:
     last[~predictions.keeps_limits(problem.task.spec.work.slo)] = 2
     if problem.adds_baseline:
         last[problem.row_of(problem.baseline)] = 3
+    if len(problem.task.cluster.groups) > 1:
+        columns = problem.space.columns(np.arange(last.size))
+        last[np.isinf(problem.engine.plans.unusual(problem.task, columns, predictions))] = 4
     return last
 
 
@@ -173,8 +196,9 @@ def recommended(problem: Problem, order: IntArray) -> int:
 
     def handicapped(rows: IntArray) -> FloatArray:
         columns = problem.space.columns(rows)
-        unusual = problem.engine.plans.unusual(problem.task, columns, problem.predictions.take(rows))
-        return seconds[rows] * (1.0 + UNUSUAL_SHARE * (unusual - _is_published(problem, columns)))
+        weights = problem.engine.plans.unusual(problem.task, columns, problem.predictions.take(rows))
+        unusual = np.nan_to_num(weights, posinf=0.0)
+        return np.asarray(seconds[rows] * (1.0 + UNUSUAL_SHARE * (unusual - _is_published(problem, columns))))
 
     most = handicapped(order[:1])[0] / (1.0 - UNUSUAL_SHARE)
     near = order[: max(1, int(((last == last[0]) & (seconds[order] <= most)).sum()))]
@@ -237,7 +261,7 @@ def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> 
     for searched in (legality(replace(platform, task=usual_task)), legal):
         if not len(built := build(searched.axes, searched.rules, searched.merges)):
             continue
-        is_first, space, predictions = predictions is None, built, predict(platform, built)
+        is_first, space, predictions = predictions is None, built, predict(platform, built, rough=on_usual is None)
         if on_usual is not None and is_first:
             on_usual(platform, space, predictions)
         if predictions.fits.any():

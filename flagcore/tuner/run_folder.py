@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from flagcore.domain.files import read_regular, writable, write
-from flagcore.domain.secrets import redact_data, secrets_in_data
+from flagcore.domain.secrets import redact_data
 from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import RunError
 from flagcore.i18n import _
@@ -81,13 +81,12 @@ class RunDirectory:
         """
         identity = self.identity()
         if identity is None and any((self.path / name).exists() for name in (JOURNAL, "trials")):
-            text = _("{file} is missing; restore it, or use --new to start over", file=self.path / IDENTITY)
-            raise RunError(text)
+            raise RunError(_("{file} is missing; restore it, or use --new to start over", file=self.path / IDENTITY))
         requested = {"task": redact_data(json.loads(json.dumps(task))), "fixed": json.loads(json.dumps(fixed))}
         if identity is None:
             identity = {"run": f"{self.path.resolve().name}-{uuid4().hex[:12]}", **requested}
             text = json.dumps(identity, indent=2, sort_keys=True, ensure_ascii=False)
-            write(self.path / IDENTITY, text, private=bool(secrets_in_data(identity["fixed"])))
+            write(self.path / IDENTITY, text, private=True)
         changes = list(differences(identity["task"], requested["task"]))
         if changes:
             omitted = [_("and {count} more", count=len(changes) - 8)] if len(changes) > 8 else []

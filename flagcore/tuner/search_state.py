@@ -201,22 +201,15 @@ def indifference(control: Control, runs: Sequence[Trial]) -> float:
 
 
 def significant(slowdown: float, first_runs: Sequence[Trial], second_runs: Sequence[Trial]) -> bool:
-    """Return whether the difference between two candidates exceeds their noise.
+    """Return whether the difference between two candidates exceeds the larger noise of the two, divided by the square
+    root of the smaller number of runs.
 
     `slowdown`: the step time of the slower candidate over that of the faster one, minus one. `first_runs` and
     `second_runs`: the measured runs of each candidate.
     """
     # Times are compared, not speeds: noise is relative to a time and can exceed 100%, as can a slowdown, but not the
     # relative loss of speed.
-    return slowdown >= _uncertainty(first_runs, second_runs)
-
-
-def _uncertainty(first_runs: Sequence[Trial], second_runs: Sequence[Trial]) -> float:
-    """Return the uncertainty of the slowdown between two candidates, from the measured runs of each.
-
-    It is the larger noise of the two, divided by the square root of the smaller number of runs.
-    """
-    return max(noise(first_runs), noise(second_runs)) / math.sqrt(min(len(first_runs), len(second_runs)))
+    return slowdown >= max(noise(first_runs), noise(second_runs)) / math.sqrt(min(len(first_runs), len(second_runs)))
 
 
 def measured_alone(trials: Sequence[Trial]) -> Trial | None:

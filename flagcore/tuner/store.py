@@ -222,8 +222,7 @@ def stored_trials(run: str, url: str) -> tuple[Trial, ...]:
 
 
 def _finished(study: optuna.Study) -> tuple[Trial, ...]:
-    frozen = study.get_trials(deepcopy=False)
-    return tuple(from_frozen(each) for each in frozen if "result" in each.user_attrs)
+    return tuple(from_frozen(each) for each in study.get_trials(deepcopy=False) if "result" in each.user_attrs)
 
 
 def open_journal(file: Path) -> JournalStorage:

@@ -142,7 +142,6 @@ def run(made_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made_run, tmp_path / "run"))
 
 
-OTHER_STUDY = b'{"op_code":0,"worker_id":"","study_name":"other","directions":[2]}\n'
 OUTSIDE = "of the user\n"
 HOSTILE = "\x1b[2J\x9b31m\r\a\u202egnp.exe"
 JOURNAL_CASES = [

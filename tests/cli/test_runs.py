@@ -155,6 +155,10 @@ def test_a_run_and_its_script_may_be_moved(flag: Flag, made_run: Path, tmp_path:
     shutil.copytree(made_run, moved)
     script = flag("run", str(moved), "--dry-run").out
     assert str(made_run) not in script
+    launch = moved / "best" / "launch.json"
+    launch.write_text(json.dumps({**json.loads(launch.read_text()), "missing": "the data"}))
+    incomplete = flag("run", str(moved))  # it would train on generated data
+    assert (incomplete.code, incomplete.out, "add the data" in incomplete.err) == (2, script, True)
 
 
 def test_runs_are_listed_with_their_best_and_state(flag: Flag, two_runs: Path) -> None:

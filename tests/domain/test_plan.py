@@ -268,13 +268,16 @@ SECRET_NAMES = (
     *("ADMIN_KEY", "GATEWAY_API_KEYS", "private_key", "ssl.private-key", "Authorization", "DB_PASSWD", "--wandb-key"),
     *("DB_PW", "DB_PASS", "smtp_pass", "PAT", "GITHUB_PAT", "pgPwd", "creds", "s3-key", "SLACK_WEBHOOK_URL"),
     *("MODELARTS_SK", "--ak", "SSHPASS", "auth", "HF_TOKEN_2", "API_KEY_PROD", "TENCENTCLOUD_SECRET_ID", "Cookie"),
-    *("SECRET_KEY_BASE", "Pwd"),
+    *("SECRET_KEY_BASE", "Pwd", "DBPASS", "APITOKEN", "SMTPPASS", "WANDBKEY", "GHPAT", "client_key_data", "HF_TOKEN2"),
+    *("--dbpass", "OpenAIKey", "refreshtoken", "数据库密码", "访问密钥"),
 )
 OTHER_NAMES = (
     *("max_num_batched_tokens", "output_tokens", "bos_token", "eos-token", "time_per_token", "next_token", "PATH"),
     *("forward_pass", "FORWARD_PASS", "pass", "PASS", "pat", "OLDPWD", "sort_key", "base_url", "per_pass"),
     *("public_key", "GPG_KEY", "key_value", "SECRET_NAME", "PASSWORD_FILE", "secretKeyRef", "task", "mask", "SAS"),
     *("num_key_value_heads", "key", "keys", "PWD", "kv_cache_type", "tokenizer", "secretary", "monkey", "api", ""),
+    *("keyboard", "hotkey", "compass", "bypass", "subtoken", "passes", "token_budget", "existingSecret", "image_token"),
+    *("cachekey", "max_tokens2", "sha256", "top_k", "think_end_token", "input-key", "FUSION_PASS"),
 )
 
 
@@ -335,6 +338,83 @@ def test_secrets_in_text(text: str, shown: str | None) -> None:
     assert redact_text(found) == found
 
 
+IN_COMMANDS = r"""
+docker login -u me -p § registry.io || docker login registry.io -p§ || podman login --username x -p § r.io
+sshpass -p § ssh -p 22 me@h || sshpass -p§ scp f me@h: || ssh me@h "mysql -uroot -p§ -e x" || sh -c 'redis-cli -a § x'
+wandb login § || wandb login --relogin --host https://wandb.io § || vault login § || ngrok config add-authtoken §
+mysql -uroot -p§ db || /usr/bin/mysqldump -h h -u root -p§ db || redis-cli -h h -a § ping || r --requirepass §
+curl -b sid=§ http://h || curl --cookie "sid=§" http://h || curl -s -u me:§ http://h || wget --password=§ http://h
+openssl rsa -in k.pem -passin pass:§ || openssl enc -aes-256-cbc -k § -in f || openssl pkcs12 -export -passout pass:§
+app --dbpass § || app --dbpass=§ || tailscale up --authkey § || keytool -storepass § || ray start --redis-password=§
+curl 'https://h/x?key=§' || curl "https://h/x?a=1&key=§&b=2" || pip install --index-url https://u:§@h/simple x
+zip -P § a.zip f || unzip -P§ a.zip || 7z x -p§ a.7z || ldapsearch -x -D cn=a -w § || smbclient //h/s -U me%§
+mc alias set m http://h:9000 AK § || ossutil config -e h -k § || kubectl create secret generic x --from-literal=pw=§
+aws configure set aws_secret_access_key § || git config --global user.token § || etcdctl put /app/password §
+cypher-shell -u neo4j -p § || mcli alias set m http://h:9000 AK § || neo4j-admin dbms set-initial-password §
+borg create --passcommand "echo §" || curl -H "X-Api-Key: §" http://h || ROBOFLOWKEY=§ python a.py
+npm config set //registry.npmjs.org/:_authToken § || rabbitmqctl add_user me § || htpasswd -b f me § || sqlplus me/§@db
+docker run -e APITOKEN=§ image || sbatch --export=ALL,HFTOKEN=§ x.sh || twine upload -u u -p § f || lftp -u me,§ h
+"""
+IN_TEXTS = r"""
+docker login \↵  -p § r.io || ['mysql', '-p§', 'db'] || - name: DB_PASSWORD↵  value: §
+env: [{name: APITOKEN, value: §}] || {"name": "WANDB_KEY", "value": "§"} || machine h.io↵login me↵password §
+-----BEGIN PGP PRIVATE KEY BLOCK-----↵↵lQ§↵-----END || u:§@tcp(127.0.0.1:3306)/db || 密码：§ || 令牌是§ || 密码为“§”
+echo § | docker login --password-stdin || echo "§" | sudo -S true || gh auth login --with-token <<< § || echo §|chpasswd
+"""
+ORDINARY = r"""
+torchrun --nproc_per_node 8 --master_port 29500 pretrain_gpt.py --tokenizer-type NullTokenizer --tokenizer-model /m
+vllm serve Qwen/Qwen3-8B --max-num-batched-tokens 8192 --tokenizer Qwen/Qwen3-8B --tokenizer-mode auto --api-key EMPTY
+vllm serve m --kv-cache-dtype fp8 --tool-call-parser hermes --ssl-keyfile /ssl/server.key --served-model-name key_value
+python -m sglang.launch_server --model-path m --max-total-tokens 100000 --tokenizer-path m --token-budget 4096
+python train.py --bos-token '<s>' --pad-token '[PAD]' --image_token '<image>' --think_end_token '</think>' --passes 2
+python -m verl.trainer.main_ppo data.prompt_key=prompt data.image_key=images algorithm.adv_estimator=grpo
+python eval.py --pass-at-k 1 --metrics pass@1 pass@10 --input-key prompt --label-key answer --first_token_latency 1
+python run.py --virtual-token 5 --latent_token 8 --moe-token-dispatcher-type alltoall --num-speculative-tokens 3
+lm_eval --model hf --tasks humaneval --metric pass@1 || deepspeed train.py --tokens_per_batch 4096 --key_value 8
+llama-server -m m.gguf -c 8192 -p 512 --port 8080 -b 2048 || llama-bench -m m.gguf -p 512 -n 128 -b a=b -u me:me
+srun --account=abc --partition=gpu bash run.sh || sbatch -p gpu -A me --export=ALL,OMP_NUM_THREADS=8 x
+docker run -p 8000:8000 -u 1000:1000 -v /data:/data img:tag || docker run --user nobody:nogroup -p 80:80 nginx
+docker build -t a/b:1 --build-arg CUDA=12.4 . || docker login registry.io || docker compose -p project up -d
+kubectl get secret my-secret -n ns -o yaml || kubectl create configmap sizes --from-literal=tp=8 --from-literal=b=16
+kubectl create secret generic hf --from-file=token=/run/secrets/token || kubectl delete secret db-secret other
+pip install torch --index-url https://download.pytorch.org/whl/cu124 || pip install tokenizers pytest-pass keyboard
+ssh -p 2222 -i ~/.ssh/id_rsa me@host nvidia-smi || scp -P 2222 -r me@host:/data . || sshpass -e ssh -p 22 host uptime
+rsync --password-file=/etc/rsync.pw src/ host::mod || git clone https://github.com/NVIDIA/Megatron-LM.git -b core_r0.12
+git config --global user.name me || git config --global credential.helper store || git checkout -b feature/token-router
+curl http://h/v1/completions -d '{"prompt": "hi", "max_tokens": 7, "stop_token": 1}' || curl -b cookies.txt http://h
+curl -H "Authorization: Bearer $HF_TOKEN" http://h || hf download m --token $HF_TOKEN || x --token "$(cat ~/token)"
+mysql -u root -p db || mysql -h db -P 3306 -u root || redis-cli -h 10.0.0.1 -p 6379 ping || wandb login || wandb offline
+export HF_TOKEN=${HF_TOKEN:-} || export TOKENIZERS_PARALLELISM=false || export PASS_RATE=0.5 TOKEN_BUDGET=4096 TOP_K=5
+openssl req -x509 -newkey rsa:4096 -keyout key.pem -out cert.pem -nodes || openssl rsa -in k.pem -passin env:KEYPW
+apt-get install -y git curl zip unzip openssl || zip -r out.zip dir || ssh-keygen -t rsa -N '' -f ~/.ssh/id_rsa
+jupyter lab --port 8888 --ServerApp.token='' || aws configure set region us-east-1 || aws s3 cp s3://b/key/model.bin .
+helm upgrade --install v chart --set image.tag=v0.9 --set secrets.existingSecret=hf || mindie --keyPath /k --auth none
+srun -u me -p gpu x || docker run -u root -p 80:8000 i || grep HF_TOKEN file || export MONKEY=1 SORTKEY=name
+ray start --head --port=6379 || mpirun -np 16 -x NCCL_DEBUG=INFO python train.py || echo "pass 1" | tee x
+"""
+
+
+def lines(table: str) -> list[str]:
+    return [each.replace("↵", "\n").strip(" ") for line in table.split("\n") for each in line.split(" || ") if each]
+
+
+@pytest.mark.parametrize("text", lines(IN_COMMANDS + IN_TEXTS))
+def test_a_secret_in_the_own_form_of_a_program_is_redacted(text: str) -> None:
+    shown = redact_text(text.replace("§", HIDDEN))
+    assert HIDDEN not in shown
+    assert redact_text(shown) == shown
+    if text in IN_COMMANDS:
+        words = shlex.split(text.replace("§", HIDDEN))
+        assert HIDDEN not in "".join(redact_arguments(words))
+        assert HIDDEN in secrets_in_arguments(words)[-1]
+
+
+@pytest.mark.parametrize("text", lines(ORDINARY))
+def test_nothing_in_an_ordinary_command_is_redacted(text: str) -> None:
+    assert redact_text(text) == text
+    assert [*redact_arguments(shlex.split(text))] == shlex.split(text)
+
+
 @pytest.mark.parametrize(
     "token",
     [
@@ -360,7 +440,10 @@ def test_tokens_of_known_formats_are_secrets_by_any_name(token: str) -> None:
     assert secrets_in_data({"SOME_VALUE": token}) == (token,)
 
 
-@pytest.mark.parametrize("piece", ["\n", "password: ", "a\n", "-eyJ", "x = \n", "api_key=[", '"', "k='\\", "export "])
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    "piece", ["\n", "password: ", "a\n", "-eyJ", "x = \n", "api_key=[", '"', "k='\\", "export ", "docker login -p "]
+)
 def test_long_texts_take_no_long_time(piece: str) -> None:
     text = piece * (1 << 17)  # with a time that grows with the square of the length, this exceeds the test's time limit
     assert isinstance(redact_text(f"token {text}"), str)

@@ -13,7 +13,7 @@ from flagcore.domain.chip import Chip, similar_chips, slow_devices, unknown_chip
 from flagcore.domain.knob import Effect, Flag, Knob
 from flagcore.domain.metrics import nest_statistics
 from flagcore.domain.spec import figure_name, is_rate, objective_value, pareto, seconds
-from flagcore.domain.steps import steps_in_time, warmup_of_fewer, warmup_steps
+from flagcore.domain.steps import steps_in_time, warmup_steps
 from flagcore.domain.trial import Measurement
 from tests import tasks
 from tests.checks import refuses
@@ -173,11 +173,6 @@ def test_the_measured_time_is_that_after_the_whole_warm_up(noise: float, decay: 
         early.append(statistics.median(steps[warmup : warmup + 20]))
         late.append(statistics.median(steps[10:]))
     assert abs(statistics.fmean(early) - statistics.fmean(late)) < 0.2 * statistics.pstdev(late)
-
-
-@pytest.mark.parametrize(("steps", "at_most", "expected"), [(8, 2, 2), (3, 2, 2), (2, 2, 1), (1, 2, 1), (2, 0, 0)])
-def test_fewer_steps_have_fewer_warm_up_steps(steps: int, at_most: int, expected: int) -> None:
-    assert warmup_of_fewer(steps, at_most) == expected
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ CLICK = (
 )
 """Messages of click itself."""
 
-PLAIN = {"short_rates", "short_latencies"}
+PLAIN = {"short_rates", "short_latencies", "training_units"}
 """Names that are the same in all languages."""
 
 DATA = {

@@ -98,6 +98,7 @@ def test_translations_have_the_fields_of_their_messages() -> None:
             assert {frozenset(FIELD.findall(text)) for text in texts} == {frozenset(FIELD.findall(ids[-1]))}, ids
 
 
+@pytest.mark.costly
 @pytest.mark.slow
 def test_help_headings_messages_and_texts_of_data_files_are_translated() -> None:
     known, found = translations(), {message.id for message in sources()} - {""}

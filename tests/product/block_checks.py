@@ -44,7 +44,7 @@ def _columns(text: str) -> list[dict[str, str]]:
 
 
 def _share(text: str) -> float:
-    return float(text.rstrip("%")) / 100
+    return 0.0 if text == "-" else float(text.rstrip("%")) / 100  # "-" is the baseline's
 
 
 def result_of_a_run(block: Block) -> None:
@@ -161,6 +161,7 @@ SHOWN: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/spec.md", "node-a slots=8"): hostfile,
     ("docs/mixed.md", "node-1 slots=8 type=A800"): hostfile,
     ("docs/files.md", "nodeSelector:"): fields_of_pods,
+    ("docs/agents.md", "{"): left_to_readers,
     ("docs/hosts.md", "flag manifest"): left_to_readers,
     ("CONTRIBUTING.md", "flagcore/ "): folders,
     ("CONTRIBUTING.md", "moe_permute_fusion:"): knob_row,

@@ -39,6 +39,7 @@ def record(name: str, tensor: int, measured: dict[str, float], **changes: Any) -
     return {**JOB, "id": name, "candidate": candidate, "measured": measured, **changes}
 
 
+@pytest.mark.costly
 @pytest.mark.slow
 def test_the_accuracy_page_includes_invalid_records(tmp_path: Path) -> None:
     data, docs, fitted = tmp_path / "data", tmp_path / "docs", tmp_path / "fitted.json"
@@ -83,7 +84,7 @@ def test_shipped_curves_have_the_fixed_values_of_a_refit(name: str) -> None:
             if key != "host_bytes_per_second":  # a chip's own is kept
                 assert (shipped[part][precision] if precision else shipped[part]) == value, (chip, key)
         start_arguments = fit_curves._arguments(family, family.start, chip)
-        assert start_arguments.keys() == shipped.keys()
+        assert start_arguments.keys() - {"launch_seconds"} == shipped.keys() - {"launch_seconds"}
         assert start_arguments["gemm_shares"].keys() == shipped["gemm_shares"].keys()
 
 

@@ -89,6 +89,7 @@ CHECKED = ("yaml", "bash", "python")
 OTHERS = [block for block in OWN_BLOCKS if block not in COMMANDS and block.language not in CHECKED]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("block", OTHERS, ids=str)
 def test_a_block_that_is_not_run_is_valid(block: Block, example_folder: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(example_folder)
@@ -253,7 +254,7 @@ FOLLOWERS: dict[str, Callable[[list[str]], object]] = {
     "flag": _flag,
     "make": _make,
     "pip": _pip,
-    "sh": lambda arguments: subprocess.check_output(["sh", *arguments], timeout=60),
+    "bash": lambda arguments: subprocess.check_output(["bash", *arguments], timeout=60),
     "optuna-dashboard": lambda arguments: None,
 }
 

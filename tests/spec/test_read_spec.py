@@ -138,6 +138,7 @@ def test_a_host_file_may_name_users(read: Read, tmp_path: Path, types: tuple[str
         ("a slots=8\n\nb slots=x", "line 3", "slots from 1"),
         ("a gpus=8", "line 1", "other text than slots"),
         ("-oProxyCommand=x", "line 1", "does not start with the name of a host"),
+        ("\n".join(f"n{i}" for i in range(20_000)) + "\nn7", "line 20001", "repeats a host"),  # not in quadratic time
     ],
 )
 def test_bad_hostfile_is_refused_with_its_line(

@@ -110,7 +110,7 @@ def test_command_is_a_list_of_words(read_error: ReadError, command: str) -> None
     ("more", "key", "problem"),
     [
         ("hidden_size: 66", "hidden_size", "divisible by num_attention_heads = 4"),
-        ("num_layers: 10001", "num_layers", "from 1 to 10000"),
+        ("num_layers: 1001", "num_layers", "from 1 to 1000"),
         ("num_query_groups: 3", "num_query_groups", "must divide num_attention_heads = 4"),
         ("num_moe_experts: 8", "moe_router_topk", "is missing"),
         ("moe_router_topk: 2", "moe_router_topk", "needs num_moe_experts"),

@@ -10,17 +10,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flagcore_testing.toy import Toy
 
 from flagcore.contracts import Launcher
 from flagcore.domain.chip import Fact
 from flagcore.domain.launch import Exit, Launch
 from flagcore.domain.plan import Plan
-from flagcore.domain.spec import ClusterSpec
-from flagcore.domain.trial import Role, Trial, TrialState
+from flagcore.domain.spec import ClusterSpec, Task
+from flagcore.domain.trial import Answers, Role, Trial, TrialState
 from flagcore.errors import Interrupted, LaunchError, NoDevice, NothingFits
 from flagcore.hooks import hookimpl
 from flagcore.i18n import choose
 from flagcore.report.result import Result, notes_of
+from flagcore.report.text import answers_text
 from flagcore.tuner import devices
 from flagcore.tuner.budget import seconds_used
 from flagcore.tuner.parallel import MAX_CONSECUTIVE_BUSY
@@ -43,6 +45,29 @@ def test_the_baseline_runs_first_then_the_rest_then_both_again_in_alternation(be
     assert [trial.candidate for trial in plan.repeats] == [*pair, pair[1]]  # the baseline is clearly slower
     assert plan.speedup.rounds == pytest.approx((0.95,) * 2)
     assert plan.stopped_because == "all candidates have been tried or pruned"
+    assert sound(plan)
+
+
+class Wrong(Toy):
+    """An engine whose fastest candidate computes something else than the baseline."""
+
+    def answers(self, task: Task, change: str, folder: str, baseline: str) -> Answers:
+        assert Path(baseline).name == "0"
+        is_wrong = '"micro_batch_size": 2' in Path(folder, "job.json").read_text()
+        return Answers(difference=9.0 if is_wrong else 0.3, limit=5.0, unit="of it", text="loss 2 instead of 1")
+
+
+@pytest.mark.parametrize(("limit", "best"), [(0.01, (2, 4)), (None, (2, 2))])
+def test_a_candidate_with_other_answers_is_not_recommended(
+    bench: Bench, limit: float | None, best: tuple[int, int]
+) -> None:
+    bench.engine = Wrong()
+    plan = bench.tune(answers=limit).plan
+    assert knobs(plan.best.candidate) == best
+    assert {knobs(each.candidate)[1] for each in plan.trials if each.state is TrialState.INVALID} == {2} - {best[1]}
+    assert bool(plan.best.measurement.answers) == bool(limit)
+    assert answers_text(plan.best, plan.baseline).startswith("answers: 0.3 of it" if limit else "answers: not checked")
+    assert answers_text(plan.baseline, plan.baseline) == ""
     assert sound(plan)
 
 
@@ -79,11 +104,15 @@ def test_events_report_start_and_end_of_each_trial_and_the_best_so_far(bench: Be
     assert all(event.seconds_left is None or event.seconds_left >= 0 for event in bench.events)
 
 
-def test_a_search_that_ended_does_not_resume_with_higher_limits(bench: Bench) -> None:
+def test_a_search_that_ended_resumes_only_with_higher_limits(bench: Bench) -> None:
     first = bench.tune(max_trials=3).plan
     assert len(first.repeats) == 2
-    bench.launcher = Instant(lambda tensor, micro: AssertionError("no trial should start"))
-    assert bench.tune(max_trials=6, max_time=100.0).plan == first
+    launcher, bench.launcher = bench.launcher, Instant(lambda tensor, micro: AssertionError("no trial should start"))
+    assert bench.tune(max_trials=3).plan == first
+    bench.launcher = launcher
+    numbers = [each.number for each in bench.tune(max_trials=6).plan.trials]
+    assert len(numbers) > len(first.trials)
+    assert numbers[: len(first.trials)] == [each.number for each in first.trials]
 
 
 def test_time_between_trials_counts_after_a_restart(bench: Bench) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 from flagcore_importers import programs
 from flagcore_importers.programs import strip_dashes
 from flagcore_models.gguf import context_length
-from flagcore_models.layers import layers_of
+from flagcore_models.layers import layers_of, mixer_counts
+from flagcore_models.mixers.attention import Attention
 from flagcore_models.networks.experts import Experts
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
@@ -34,7 +35,7 @@ from flagcore_serving.space.rules import (
     split_rules,
 )
 from flagcore_serving.space.settings import GRAPH_TOKENS, Settings
-from flagcore_serving.space.weights import cache_bytes_per_token, unusable_weights
+from flagcore_serving.space.weights import unusable_weights
 
 from flagcore.domain.launch import PORT
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
@@ -151,11 +152,41 @@ def slot_context(task: Task, context: int | None) -> int:
     return -(-(context or longest_request(task)) // SLOT_GRAIN) * SLOT_GRAIN
 
 
-def slot_share(columns: Columns, total: int) -> IntArray:
-    """Return the context of one slot from the `total` of all slots: an even share, or all if the cache is unified."""
+def streams(columns: Columns) -> IntArray:
+    """Return the number of caches: one that all slots share if it is unified, or else one for each slot."""
     slots, on = columns[PARALLEL], PROGRAM.code(UNIFIED, "on")
     is_unified = (columns[UNIFIED] == on) | ((columns[UNIFIED] == 0) & (slots <= 0))
-    return np.where(is_unified, total, total // np.maximum(slots, 1))
+    return np.where(is_unified, 1, or_default(slots, AUTO_SLOTS))
+
+
+def slot_share(columns: Columns, total: int) -> IntArray:
+    """Return the context of one slot from the `total` of all slots: an even share, or all if the cache is unified. It
+    is rounded up to SLOT_GRAIN (`llama-context.cpp`)."""
+    return _padded(total // streams(columns))
+
+
+def _padded(cells: IntArray) -> IntArray:
+    return -(-cells // SLOT_GRAIN) * SLOT_GRAIN
+
+
+def _cache_bytes(task: Task, values: Columns, context: IntArray, batch: IntArray) -> FloatArray:
+    """Return the bytes of the caches and states of all slots. `context`: cells of one cache; `batch`: tokens of a pass.
+
+    A layer with a window caches the windows of the slots that share it and a batch, unless `swa-full` is set (llama.cpp
+    `llama-kv-cache-iswa.cpp`). States are in 32 bits.
+    """
+    element, caches, slots = PROGRAM.element_bytes(values), streams(values), or_default(values[PARALLEL], AUTO_SLOTS)
+    is_full = PROGRAM.parse(task.spec).others.get("swa-full") is True
+    total = np.zeros(context.shape)
+    for mixer, number in mixer_counts(task.spec.model).items():
+        if not isinstance(mixer, Attention):
+            total = total + number * (slots * mixer.state_bytes + caches * context * mixer.token_bytes(1.0) * element)
+            continue
+        cells = context
+        if mixer.window and not is_full:
+            cells = _padded(np.minimum(context, mixer.window * (slots // caches) + batch))
+        total = total + number * caches * cells * (mixer.cached_on(1.0) + mixer.index_bytes) * element
+    return total
 
 
 def host_cache_mib(task: Task) -> float:
@@ -282,18 +313,17 @@ class LlamaCpp(ServingEngine):
         hardware, total = Hardware.of(task), total_context(task)
         slots, batch = or_default(values[PARALLEL], AUTO_SLOTS), PROGRAM.values(values, N_BATCH)
         context = or_default(values[CONTEXT], slot_context(task, None))
-        pool = np.full_like(slots, total) if total else slots * context
+        pass_tokens, caches = np.minimum(or_default(values[N_UBATCH], UBATCH), batch), streams(values)
+        cells = slot_share(values, total) if total else _padded(slots * context // caches)
         if trained := _trained_context(task.spec):  # all slots share it if their number is not set
-            is_trained_context = (values[PARALLEL] == 0) & (values[CONTEXT] == 0) & (total == 0)
-            context, pool = np.where(is_trained_context, trained, context), np.where(is_trained_context, trained, pool)
-        element = PROGRAM.element_bytes(values)
-        devices, all_layers = (
-            values[TP] * values[PP],
-            task.spec.model.num_layers + 1,
-        )  # the output head is the last layer
+            is_unset = (values[PARALLEL] == 0) & (values[CONTEXT] == 0) & (total == 0)
+            context, cells = np.where(is_unset, trained, context), np.where(is_unset, trained, cells)
+        all_layers, devices = task.spec.model.num_layers + 1, values[TP] * values[PP]  # the last one is the output head
         if hardware.on_cores:
             share = hardware.share(values[INSTANCES])
             devices = np.where(values[THREADS] > 0, np.minimum(values[THREADS], share), share)
+        cache = _cache_bytes(task, values, cells, pass_tokens) / devices
+        context = cells if total else context
         return Settings.of(
             task,
             values,
@@ -301,10 +331,12 @@ class LlamaCpp(ServingEngine):
             devices=devices,
             max_running=slots,
             max_batched_tokens=batch,
-            pass_tokens=np.minimum(or_default(values[N_UBATCH], UBATCH), batch),
-            context_len=slot_share(values, total) if total else context,
+            pass_tokens=pass_tokens,
+            context_len=context,
             graph_tokens=np.full_like(devices, GRAPH_TOKENS),
-            cache_bytes=pool * cache_bytes_per_token(task.spec.model, 1.0) * element / devices,
+            cache_bytes=cache,
+            token_bytes=cache / (caches * cells),
+            longest_bytes=context * cache / (caches * cells),
             on_device=np.where(values[LAYERS] < 0, 1.0, np.minimum(values[LAYERS] / all_layers, 1.0)),
             experts_on_host=_host_experts(task, values),
             host_cache=np.full(devices.shape, host_cache_mib(task) * 2.0**20),

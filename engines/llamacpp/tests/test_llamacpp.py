@@ -13,12 +13,14 @@ from flagcore_models.gguf import context_length, gguf_shape
 from flagcore_serving.job import Load
 from flagcore_serving.load.figures import TASK_S, TURN_TTFT
 from flagcore_serving.load.traffic import traffic
-from flagcore_serving.model.simulated_load import SimulatedLoad, prompt_parts
+from flagcore_serving.model.prompts import prompt_parts
+from flagcore_serving.model.simulated_load import SimulatedLoad
 from flagcore_serving.model.tiers import cached_tokens
 from flagcore_serving.space.hardware import Hardware
 from flagcore_serving.trial.failures import TrialFailure, log_text
 from flagcore_serving.trial.servers import Server
 
+from engines.models.tests.examples import mixed
 from engines.serving.tests.engines.tasks import (
     LOAD,
     SIZES,
@@ -36,7 +38,7 @@ from engines.serving.tests.engines.tasks import (
 from engines.serving.tests.load.servers import send
 from engines.serving.tests.trial import trials
 from engines.serving.tests.trial.test_misbehaving_servers import all_gone
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import TrialState
 from flagcore.errors import SpecError
 from tests.product import serving_inputs
@@ -136,6 +138,26 @@ def test_the_cache_has_the_elements_of_all_slots() -> None:
     task = cores()
     elements = 8 * 256 * DENSE.num_layers * 2 * DENSE.num_query_groups * DENSE.kv_channels
     assert settings(task, parallel=8, kv_cache_type="q8_0").cache_bytes.item() == pytest.approx(elements * 34 / 32 / 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values", "cells"),  # of windows of 128 and of the context, as in findings/llamacpp_window_cells.sh
+    [
+        ({"ctx-size": 4096}, {"parallel": 1}, (768, 4096)),
+        ({"ctx-size": 4096}, {"parallel": 1, "ubatch_size": 2048}, (2304, 4096)),
+        ({"ctx-size": 4096}, {"parallel": 4}, (4 * 768, 4 * 1024)),
+        ({"ctx-size": 4096}, {"parallel": 4, "kv_unified": "on"}, (1024, 4096)),
+        ({"ctx-size": 4096, "swa-full": True}, {"parallel": 4}, (4096, 4096)),
+        ({"ctx-size": 2048}, {"parallel": 3}, (3 * 768, 3 * 768)),
+    ],
+)
+def test_a_window_has_room_for_a_batch(arguments: Any, values: Any, cells: tuple[int, int]) -> None:
+    model = mixed(DENSE, {"window": 128}, 2)
+    task = serving("llamacpp", devices=1, weights="model.gguf", model=model, engine_args=arguments)
+    token = 2 * 2 * DENSE.num_query_groups * DENSE.kv_channels
+    expected = token * (cells[0] * 2 + cells[1] * (DENSE.num_layers - 2))
+    assert settings(task, **values).cache_bytes.item() == expected
+    assert figures(task, **values)["kv_cache_tokens"] == cells[1]
 
 
 def test_the_default_uses_the_cards_that_the_weights_need() -> None:
@@ -243,6 +265,28 @@ def test_a_trial_of_two_instances_runs_the_requested_settings(model: str, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.spread
+@pytest.mark.costly
+def test_other_slots_have_the_same_answers_and_wrong_positions_others(model: str, tmp_path: Path) -> None:
+    loads, control = (Load(input_len=24, output_len=8, num_prompts=8, concurrency=4),), Control(max_time_per_task=60.0)
+
+    def folder(name: str, scale: float = 1.0, **values: Any) -> str:
+        (place := tmp_path / name).mkdir()
+        arguments = {"engine_args": {"rope-freq-scale": scale}, "weights": model, "loads": loads, "control": control}
+        done = trials.run_here(trials.platform(place, "unused", command=None, **arguments), place, **values)
+        assert done.state is TrialState.MEASURED, done.reason
+        return str(place / "trial")
+
+    base = folder("base", parallel=4)
+    others = {"slots": folder("slots", parallel=2), "cache": folder("cache", parallel=4, kv_cache_type="q8_0")}
+    others["positions"] = folder("positions", 0.25, parallel=4)
+    where = trials.platform(tmp_path, "unused", control=control).task
+    found = {name: ENGINE.answers(where, "changes", other, base) for name, other in others.items()}
+    assert {name for name, each in found.items() if each and each.difference > each.limit} == {"positions"}
+    assert None not in found.values()
+
+
+@pytest.mark.slow
+@pytest.mark.spread
 def test_drafted_tokens_are_counted(model: str, tmp_path: Path) -> None:
     own_draft = task(model, engine_args={"spec-draft-model": model, "spec-draft-p-min": 0})
     values = {"speculation": "draft-simple", "parallel": 1, "context_len": 512}
@@ -329,6 +373,7 @@ def test_cached_tokens_of_conversations_are_those_that_the_prediction_expects(ru
     assert counted(running, "prompt_tokens_cached_total") == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.costly
 @pytest.mark.slow
 @pytest.mark.spread
 def test_the_host_has_the_prompts_that_the_prediction_expects(model: str, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def base_inputs(task: Task, columns: Columns) -> tuple[Training, Layout]:
     train, layout = training(task), layout_of(task, columns)
     if (code := columns.get(MESHES)) is not None and code.any():
         layout = _on_meshes(task, columns)
-    if stages := stages_of(task.spec.model, settings_in_force(task.spec)):
+    if stages := stages_of(task.spec.model, settings_in_force(task.spec), release(task.spec)):
         layout, options = placed(train.model, layout, train.options, stages)
         given = Split.from_task(task).given(columns)
         train, layout = replace(train, options=options), replace(layout, split=layout.split * given)

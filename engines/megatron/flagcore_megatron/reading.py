@@ -11,13 +11,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flagcore_training.reading import MAX_MIB, LogFiles, finite_number, measurement, program_progress, read_program
+from flagcore_training.answers import Record, program_record
+from flagcore_training.reading import (
+    MAX_MIB,
+    LogFiles,
+    finite_number,
+    measurement,
+    program_progress,
+    read_program,
+    warmup_of_fewer,
+)
 from flagcore_vendorkit.metrics import NoMetrics
 
 from flagcore.contracts import Steps
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import Task
-from flagcore.domain.steps import warmup_of_fewer, warmup_steps
+from flagcore.domain.steps import warmup_steps
 from flagcore.domain.trial import Measurement
 from flagcore_megatron.mixed.equal_meshes import as_asked, devices_of
 from flagcore_megatron.space.knobs import BY_NAME
@@ -25,6 +34,7 @@ from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT
 
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\):\s*([^\s|]+)\s*\|")
 LOSS = re.compile(r"lm loss:\s*([^\s|]+)", re.IGNORECASE)
+NORM = re.compile(r"grad norm:\s*([^\s|]+)", re.IGNORECASE)
 NOT_FINITE = re.compile(r"number of nan iterations:\s*[1-9]|grad norm:\s*[-+]?(nan|inf)", re.IGNORECASE)
 SKIPPED = re.compile(r"number of skipped iterations:\s*[1-9]")
 MEMORY = re.compile(
@@ -40,12 +50,13 @@ class LoggedStep:
     """One iteration as logged. `losses` is empty if no loss was logged, and contains None for each loss that is not
     finite.
 
-    `skipped` is whether the step did not update the weights.
+    `skipped` is whether the step did not update the weights. `norm`: that of the gradients.
     """
 
     seconds: float
     losses: tuple[float | None, ...]
     skipped: bool
+    norm: float | None
 
 
 class MegatronLog:
@@ -105,11 +116,11 @@ def read_logs(folder: str) -> MegatronLog:
 
 
 def _step(line: str, seconds: float) -> LoggedStep:
-    loss, skipped = LOSS.search(line), SKIPPED.search(line) is not None
+    loss, norm, skipped = LOSS.search(line), NORM.search(line), SKIPPED.search(line) is not None
     losses: tuple[float | None, ...] = (finite_number(loss[1]),) if loss else ()
     if NOT_FINITE.search(line) and not skipped:
         losses = (None,)
-    return LoggedStep(seconds=seconds, losses=losses, skipped=skipped)
+    return LoggedStep(seconds=seconds, losses=losses, skipped=skipped, norm=finite_number(norm[1]) if norm else None)
 
 
 def steps(task: Task, folder: str) -> Steps:
@@ -130,6 +141,14 @@ def read(task: Task, candidate: Candidate, folder: str, *, partial: bool = False
         effective=lambda values: as_asked(task, candidate, dict(_program_values(candidate, values))),
         devices=devices_of(task, candidate),
     )
+
+
+def record(task: Task, folder: str) -> Record:
+    """Return the losses and gradient norms of a trial."""
+    if task.spec.train.command is None:
+        return program_record(folder)
+    log = read_logs(folder)
+    return Record(log.losses, [step.norm for step in log.steps.values()])
 
 
 def _read_command(task: Task, candidate: Candidate, folder: str) -> Measurement:

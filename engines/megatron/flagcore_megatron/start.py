@@ -13,6 +13,7 @@ from flagcore_training.layout import Layout, Training
 from flagcore_training.start import installed, missing_layers, program_launch, shared_job
 
 from flagcore.contracts import Platform
+from flagcore.domain.knob import in_versions
 from flagcore.domain.launch import Launch
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task, TrainSpec
@@ -35,7 +36,25 @@ from flagcore_megatron.space.stages import LAYOUT, PATTERN, pattern_text
 from flagcore_megatron.trial.job import TrialCandidate
 
 PROGRAM = "flagcore_megatron.trial"
-MODULES = {"torch": "torch", "megatron.core": "megatron-core>=0.12"}
+NEEDS_TRITON = ">=0.18"
+"""Releases of megatron-core that import triton, which they do not declare and CPU builds of torch do not bring: models
+of 0.17.1 can be imported without it, those of 0.18.0 and 0.19.2 cannot."""
+
+
+def release() -> str | None:
+    """Return the installed release of megatron-core, or None if it is not installed."""
+    with suppress(PackageNotFoundError):
+        return version(DISTRIBUTION)
+    return None
+
+
+def modules_of(installed_release: str | None) -> dict[str, str]:
+    """Return the modules that trials import with a release of megatron-core, with their pip requirements."""
+    found = {"torch": "torch", "megatron.core": "megatron-core>=0.12"}
+    return {**found, "triton": "triton"} if in_versions(NEEDS_TRITON, installed_release or "0") else found
+
+
+MODULES = modules_of(release())
 """Modules that trials import, with their pip requirements."""
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -237,13 +256,6 @@ def trial_runs(key: str, value: SettingValue, layers: str = LOCAL) -> bool:
     if key in TRANSFORMER_ENGINE_SETTINGS and layers != TRANSFORMER_ENGINE:
         return is_harmless or (key == "moe_grouped_gemm" and installed("grouped_gemm"))
     return is_harmless or key in ACCEPTED_KEYS
-
-
-def release() -> str | None:
-    """Return the installed release of megatron-core, or None if it is not installed."""
-    with suppress(PackageNotFoundError):
-        return version(DISTRIBUTION)
-    return None
 
 
 def as_installed(platform: Platform) -> Platform:

@@ -8,6 +8,7 @@ import pytest
 from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.predict import components, layout_of, predict, training
 from flagcore_megatron.space.knobs import candidate_columns
+from flagcore_training.schedules import SCHEDULES
 
 from engines.training.tests.simulation import LLAMA, step_seconds
 from flagcore.contracts import Costs
@@ -15,7 +16,6 @@ from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import components_of_row
-from flagcore.domain.schedule import SCHEDULES
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SettingValue, Task
 from flagcore.physics.roofline import PlainMemory
@@ -30,9 +30,10 @@ PIPELINE = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s", "pp_bubble_s", "
 PARTS = (*PIPELINE, "dp_comm_exposed_s", "optimizer_s")
 
 
-def task(model: Model = DENSE, chip: Chip = tasks.CHIP) -> Task:
-    found = tasks.task(model, seq_length=4096, global_batch_size=64)
-    return dataclasses.replace(found, cluster=Cluster(groups=(NodeGroup(chip=chip, nodes=1, devices_per_node=8),)))
+def task(model: Model = DENSE, chip: Chip = tasks.CHIP, nodes: int = 1, **settings: SettingValue) -> Task:
+    found = tasks.task(model, seq_length=4096, global_batch_size=64, settings=settings)
+    group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=8 // nodes)
+    return dataclasses.replace(found, cluster=Cluster(groups=(group,)))
 
 
 def costs(chip: Chip = tasks.CHIP, capacity: float | None = 80e9) -> Costs:
@@ -79,6 +80,22 @@ def test_each_communicator_of_a_layout_takes_its_buffers() -> None:
     for model, rows, number in ((DENSE, MANY, [2, 3, 3, 4, 3, 2, 3]), (EXPERTS, experts, [4])):
         without, used = (predict(task(model), rows, each).device_used_bytes for each in made)
         np.testing.assert_allclose((used - without) / 1e9, number)
+    wide = dataclasses.replace(costs(), memory=PlainMemory(capacity=80e9, further=(1e9, 1e10)))
+    used = predict(task(EXPERTS, nodes=2), columns(tensor_model_parallel_size=[2], data_parallel_size=[4]), wide)
+    near = predict(task(EXPERTS), columns(tensor_model_parallel_size=[2], data_parallel_size=[4]), wide)
+    np.testing.assert_allclose(used.device_used_bytes - near.device_used_bytes, 2e10)  # all ranks, and the replicas
+
+
+@pytest.mark.parametrize(("overlap", "share"), [(False, 0.040), (True, 0.133)])
+def test_blocks_of_experts_are_reserved_up_to_the_limit(overlap: bool, share: float) -> None:
+    job = task(EXPERTS, overlap_moe_expert_parallel_comm=overlap)
+    rows = columns(expert_model_parallel_size=[4])
+    used = predict(job, rows, costs()).device_used_bytes[0]
+    full, ample = (predict(job, rows, costs(capacity=each)) for each in (used - 1.0, 1e15))
+    assert ample.reserved_bytes[0] == pytest.approx((1.0 + share) * ample.peak_allocated_bytes[0], rel=1e-3)
+    assert full.device_used_bytes[0] == pytest.approx(used - 1.0)
+    plain = predict(task(), rows, costs())
+    assert plain.reserved_bytes[0] < 1.02 * plain.peak_allocated_bytes[0]
 
 
 def test_each_layout_pays_for_its_own_traffic_only() -> None:

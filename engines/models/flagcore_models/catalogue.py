@@ -10,7 +10,7 @@ from flagcore.i18n import _
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import read_mapping, spec_error
 from flagcore_models.config import context_of, model_of_config
-from flagcore_models.gguf import gguf_shape
+from flagcore_models.gguf import gguf_shape, with_layers
 from flagcore_models.public import find_public, public_models, public_name, similar_models
 from flagcore_models.quantized import format_of_weights
 from flagcore_models.vision import vision_of
@@ -29,7 +29,7 @@ def read(path: Path) -> Model:
     name = (absolute.parent.name if path.name == "config.json" else path.stem) or "model"
     if path.suffix == ".gguf":
         sizes = {key: value for key, value in gguf_shape(file).items() if value is not None}
-        return model_from({**sizes, "name": name}, base=path.parent, file=file)
+        return with_layers(model_from({**sizes, "name": name}, base=path.parent, file=file), file)
     data = read_mapping(path, file=file, key="model")
     model = model_of_config(data, name=name, file=file)
     sizes_file = path.with_name("preprocessor_config.json")

@@ -3,6 +3,7 @@
 A family or kind of layers that is not known is read as far as its keys go, and named in `Model.unread`.
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from functools import cache, partial
@@ -42,7 +43,7 @@ SIZES |= {"v_head_dim": "value_dim", "kv_lora_rank": "latent_rank", "qk_nope_hea
 """The fields of `Attention` for keys of a config.json, which `per_layer_config` gives for layers that differ."""
 BASIC = (DENSE, EXPERTS, "attention", "window", INDEXED)
 """The kinds of layers that need no package."""
-MOST_RUNS = 10_000
+MOST_RUNS = 1_000
 """The maximum number of layers that a pass through a model with loops may run."""
 
 
@@ -141,6 +142,7 @@ class Config(BaseModel):
         same = {"num_attention_heads", "hidden_size", "vocab_size", "qk_layernorm", "gated_linear_unit", "q_lora_rank"}
         same |= {"kv_lora_rank", "v_head_dim", "attention_output_gate"}
         same |= {"moe_bias", "mtp_dense", "mtp_use_repeated_layer"}
+        self._check_layers()
         blocks = self._blocks(kinds)
         order = self._order()
         networks = [network for number in order for _, network in blocks[number]]
@@ -166,6 +168,23 @@ class Config(BaseModel):
             **(self._experts(networks) if EXPERTS in networks else {}),
         )
         return replace(model, layers=self._layers(model, blocks, order, keys))
+
+    def _check_layers(self) -> None:
+        """Raise SpecError if a key names a layer that does not exist, or experts have no number."""
+        size, first = self.num_hidden_layers + (self.num_nextn_predict_layers or 0), self.first_layer
+        named: dict[str, list[int]] = {
+            "mlp_only_layers": self.mlp_only_layers or [],
+            "full_attention_layers": [each - first for each in self.full_attention_layers or ()],
+            "moe_layers_enum": [int(each) for each in re.findall(r"\d+", self.moe_layers_enum or "")],
+            "per_layer_config": [int(each) if each.isdecimal() else -1 for each in self.per_layer_config or ()],
+        }
+        for key, layers in named.items():
+            if wrong := [each for each in layers if not 0 <= each < size]:
+                problem = f"is not a layer of a model with num_hidden_layers = {self.num_hidden_layers}"
+                raise spec_error(key, problem, value=wrong[0], fix="remove it, or correct num_hidden_layers")
+        if self.num_experts == 0 and self.num_experts_per_tok:
+            problem = f"must not be 0 if num_experts_per_tok = {self.num_experts_per_tok}"
+            raise spec_error("num_experts", problem, value=0, fix="give the number of experts, or set both to 0")
 
     def _blocks(self, kinds: Mapping[str, str]) -> list[list[tuple[str, str]]]:
         """Return the blocks of each layer: a kind of mixer, or "" for none, and a kind of network, or ""."""
@@ -410,7 +429,7 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
             kinds = {kind: meant if meant in BASIC else "attention" for kind, meant in kinds.items()}
             unread.append(("layer_types", ", ".join(sorted({*known.layer_names()}))))
             model = known.model(kinds, read, name)
-        model = replace(model, unread=tuple(dict(unread).items()))
+        model = replace(model, family=str(kind or ""), unread=tuple(dict(unread).items()))
         check_model(model, NAMES)
     except SpecError as error:
         found = error
@@ -423,21 +442,25 @@ _STRETCHED = ("linear", "dynamic")
 """Types of rope scaling whose factor must be applied to `max_position_embeddings`. Other types already include it."""
 
 
-def context_of(config: Mapping[str, Any]) -> int | None:
+def context_of(config: Mapping[str, Any], *, scales_yarn: bool = True) -> int | None:
     """Return the context length of the model in a config.json, in tokens, or None if it is unknown.
 
-    Some files with yarn state the unscaled length, and files of Gemma 3 the scaled length.
+    Some files with yarn state the unscaled length, and files of Gemma 3 the scaled length. `scales_yarn`: whether the
+    factor of yarn is applied; transformers 5 assumes that all files state the scaled length.
     """
     config = section_of(config, "text_config") or config
     length = config.get("max_position_embeddings")
     if not isinstance(length, int) or length < 1:
         return None
     rope = section_of(config, "rope_scaling") or section_of(config, "rope_parameters")
-    if any(isinstance(each, Mapping) for each in rope.values()):  # each kind of layer has its own scaling
-        return None
-    kind, factor, original = rope.get("rope_type", rope.get("type")), rope.get("factor"), length
+    of_kinds = [each for each in rope.values() if isinstance(each, Mapping)]  # each kind of layer has its own scaling
+    factor = next((each["factor"] for each in (rope, *of_kinds) if each.get("factor")), None)
     if not isinstance(factor, (int, float)) or factor <= 1 or str(config.get("model_type")).startswith("gemma3"):
         return length
+    if of_kinds:
+        return None
+    kind, original = rope.get("rope_type", rope.get("type")), length
     if kind == "yarn" and isinstance(rope.get("original_max_position_embeddings"), int):
         original = rope["original_max_position_embeddings"]
-    return max(length, int(original * factor)) if kind in (*_STRETCHED, "yarn") else length
+    kinds = (*_STRETCHED, "yarn") if scales_yarn else _STRETCHED
+    return max(length, int(original * factor)) if kind in kinds else length

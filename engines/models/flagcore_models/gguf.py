@@ -6,10 +6,19 @@ for tensors.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from flagcore.domain.files import open_regular
+from flagcore.domain.model import Layer, Mixer, Model
 from flagcore.errors import NoDevice, SpecError
+from flagcore_models.layers import attention_of, layers_of
+from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
+from flagcore_models.mixers.mamba import Mamba
+from flagcore_models.mixers.mamba2 import Mamba2
+from flagcore_models.mixers.short_convolution import ShortConvolution
 
 _SIZES = {
     "num_layers": "block_count",
@@ -17,6 +26,18 @@ _SIZES = {
     "ffn_hidden_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count",
 }
+PERIODS = {"gemma2": 2, "gpt-oss": 2, "cohere2": 4, "exaone4": 4, "afmoe": 4, "gemma3n": 5, "gemma3": 6}
+"""In models with windows, the last one of each so many layers has none, unless the file gives a pattern (llama.cpp
+`src/models/*.cpp`: set_swa_pattern)."""
+LINEAR = ("qwen3next", "qwen35")
+"""The beginnings of names of architectures with a gated DeltaNet in all but every n-th layer."""
+HARMLESS = (
+    *("rope.", "attention.layer_norm", "attention.scale", "attention.causal", "attention.value_length", "expert_group"),
+    *("attn_logit", "final_logit", "expert_weights", "expert_gating", "logit_scale", "embedding_scale", "vocab_size"),
+    *("context_length", "residual_scale", "tensor_data_layout", "full_attention_interval", "expert_feed_forward"),
+    *("expert_shared", "expert_used", "leading_dense", "pooling_type", "attention.key_length", "nextn_predict_layers"),
+)
+"""The beginnings of names that change no size, or that are read where they count."""
 
 
 def gguf_shape(path: str) -> dict[str, Any]:
@@ -34,6 +55,63 @@ def gguf_shape(path: str) -> dict[str, Any]:
     shape["qk_layernorm"] = header.has("attn_q_norm")
     shape["add_qkv_bias"] = header.has("attn_q", "bias") or header.has("attn_qkv", "bias")
     return shape | _experts(header, shape) | _latent(header, shape)
+
+
+def with_layers(model: Model, path: str) -> Model:
+    """Return the model of a GGUF file with the windows, heads, states and convolutions of each of its layers.
+
+    Latent attention is the same in all layers. Raises like `gguf_shape`.
+    """
+    header = _header(path)
+    layers = layers_of(model)
+    if not model.kv_lora_rank:
+        layers = tuple(layer for number, each in enumerate(layers) for layer in _layers(header, model, each, number))
+    if layers != layers_of(model):
+        model = replace(model, num_layers=len(layers), layers=layers)
+    return replace(model, unread=tuple(header.unread()))
+
+
+def _layers(header: _Header, model: Model, layer: Layer, number: int) -> Iterator[Layer]:
+    """Yield the layer of a block: with both of its mixers, if it has two, the first one without a network."""
+    heads, groups = (header.at(f"attention.{name}", number) for name in ("head_count", "head_count_kv"))
+    width, is_apart = header.at("feed_forward_length", number), header.arch.startswith("nemotron_h")
+    network = layer.network if width or (model.experts and not is_apart) else None
+    window = header.at("attention.sliding_window", 0) if _has_window(header, number) else None
+    sizes = {"num_heads": heads or model.num_attention_heads, "groups": groups or model.num_query_groups}
+    attention = attention_of(model, **sizes, window=window)
+    interval = header.at("full_attention_interval", 0) or 4
+    if groups == 0 or (header.arch.startswith(LINEAR) and (number + 1) % interval):
+        yield Layer(mixer=None if is_apart and width else _mixer(header, model), network=network)
+    elif header.arch == "falcon-h1":
+        yield Layer(mixer=_mixer(header, model), network=None)
+        yield Layer(mixer=attention, network=network)
+    else:
+        yield Layer(mixer=attention, network=None if is_apart else network)
+
+
+def _has_window(header: _Header, number: int) -> bool:
+    period = header.at("attention.sliding_window_pattern", number)
+    if isinstance(period, bool):
+        return period
+    period = period or PERIODS.get(header.arch)
+    return period is not None and number % period < period - 1
+
+
+def _mixer(header: _Header, model: Model) -> Mixer | None:
+    """Return the mixer of a layer without attention, or None if the file describes none."""
+    if kernel := header.at("shortconv.l_cache", 0):
+        return ShortConvolution(width=model.hidden_size, kernel=kernel)
+    if not (width := header.at("ssm.inner_size", 0)):
+        return None
+    names = ("state_size", "time_step_rank", "conv_kernel")
+    state, rank, kernel = (max(header.size(f"ssm.{name}"), 1) for name in names)
+    groups = header.at("ssm.group_count", 0)
+    if header.arch.startswith(LINEAR) and groups:
+        sizes = {"key_heads": groups, "value_heads": rank, "key_dim": state, "value_dim": width // rank}
+        return GatedDeltaNet(**sizes, kernel=kernel)
+    if not groups:
+        return Mamba(width=width, state_size=state, rank=rank, kernel=kernel)
+    return Mamba2(num_heads=rank, head_dim=width // rank, state_size=state, groups=groups, kernel=kernel)
 
 
 def context_length(path: str) -> int:
@@ -78,7 +156,7 @@ def _latent(header: _Header, found: dict[str, Any]) -> dict[str, Any]:
 
 class _Header:
     def __init__(self, path: str, reader: Any) -> None:
-        self.path, self._fields = path, reader.fields
+        self.path, self._fields, self._read = path, reader.fields, set[str]()
         self.tensors = {tensor.name for tensor in reader.tensors}
         self.arch = str(self._value("general.architecture"))
 
@@ -97,6 +175,20 @@ class _Header:
             )
         return int(max(numbers))
 
+    def at(self, name: str, layer: int) -> int | None:
+        """Return the integer or the truth value `name` of a layer, or of all layers. None if it is missing."""
+        value = self._value(f"{self.arch}.{name}")
+        value = value[layer] if isinstance(value, list) and layer < len(value) else value
+        return value if isinstance(value, int) else None
+
+    def unread(self) -> Iterator[tuple[str, str]]:
+        """Yield the names and values of the sizes that were not read."""
+        start = f"{self.arch}."
+        for key in self._fields:
+            name, is_read = key.removeprefix(start), key in self._read
+            if key.startswith(start) and not is_read and not name.startswith(HARMLESS) and (value := self._value(key)):
+                yield name, str(value)
+
     def vocabulary(self) -> int:
         """Return the size of the vocabulary: the value in the header, or else the length of the list of tokens."""
         tokens = self._fields.get("tokenizer.ggml.tokens")
@@ -108,7 +200,12 @@ class _Header:
 
     def _value(self, key: str) -> object:
         field = self._fields.get(key)
+        self._read.add(key)
         return None if field is None else field.contents()
+
+
+MOST_FIELDS = 100_000
+"""The maximum numbers of tensors and of keys of a file, which are at bytes 8 and 16 (ggml `docs/gguf.md`)."""
 
 
 @lru_cache(maxsize=8)
@@ -118,6 +215,11 @@ def _header(path: str) -> _Header:
     except ImportError:
         raise NoDevice(f"reading {path} needs the gguf package; pip install gguf") from None
     try:
+        with open_regular(path) as file:
+            start = file.read(24)
+        counts = [min(int.from_bytes(start[at : at + 8], order) for order in ("little", "big")) for at in (8, 16)]
+        if max(counts) > MOST_FIELDS:
+            raise ValueError(f"it has {max(counts):,} tensors or keys, at most {MOST_FIELDS:,} are read")
         return _Header(path, GGUFReader(path))
     except OSError as error:
         problem = f"cannot be read ({error.strerror or error})"

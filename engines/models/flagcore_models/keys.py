@@ -21,6 +21,8 @@ LISTED = (
     "first_k_dense_replace",
 )
 """The keys that may give a size for each layer, of which the mean is read, or for text and for images."""
+ELEMENTS = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""The bytes of an element of states, by its type."""
 COMMON = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
     *("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "layer_types", "per_layer_config"),
@@ -81,13 +83,14 @@ def _one(name: str, value: Any, layers: object) -> Any:
 
 
 def _derived(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sizes that configuration classes compute from others: of Mamba, and the width of a head."""
+    """Return sizes that follow from other keys: of Mamba, its bytes of an element, and the width of a head."""
     sizes = (keys.get(name) for name in ("hidden_size", "num_attention_heads"))
     hidden, heads = (size if isinstance(size, int) and size > 0 else 1 for size in sizes)
     expand, own, parts = (keys.get(name) for name in ("mamba_expand", "mamba_d_ssm", "mamba_n_heads"))
     width = own if isinstance(own, int) else (expand if isinstance(expand, int) else 2) * hidden
     head = width // parts if isinstance(parts, int) and parts > 0 else None
     found = {"_width": width, "_head": head, "_rank": -(-hidden // 16), "_share": hidden // heads}
+    found["_element"] = ELEMENTS.get(str(keys.get("mamba_ssm_dtype") or keys.get("mamba_ssm_cache_dtype")))
     if "moe_intermediate_size" in keys:  # no layer is dense
         found["intermediate_size"] = keys["moe_intermediate_size"]
     return found
@@ -138,7 +141,7 @@ def _rounded(size: int, multiple: int) -> int:
 
 def unread_keys(config: Mapping[str, Any], read: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield the names and values of the keys of a config.json that are not in `read`, nor false, 0 or empty."""
-    inner = ("text_config", "quantization_config", "model_type")
+    inner = ("text_config", "quantization_config", "model_type", "expert_dtype")
     read = {key.partition(".")[0] for key in read}
     for start, section in (("", config), *((f"{key}.", section_of(config, key)) for key in inner)):
         for key, value in section.items():

@@ -34,6 +34,8 @@ def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
     if found is None or name.count("/") != 1:
         return None
     config, weights = dict(public_models()[found]), _stem(name)[1]
+    if name.lower().endswith("-base"):  # only DeepSeek-V4's experts that were trained further have 4 bits
+        config.pop("expert_dtype", None)
     if found.lower() == name.lower() or weights is None:
         return config, format_of_weights(config)
     config.pop("quantization_config", None)

@@ -54,7 +54,7 @@ def test_letters_list_layers_that_are_a_mixer_or_a_network() -> None:
     ids=["Qwen3NextGatedDeltaNet", "NemotronHMamba2Mixer"],
 )
 def test_a_mixer_has_the_weights_of_the_module_in_transformers(mixer: Mixer, hidden: int, count: int) -> None:
-    assert sum(mixer.weights(hidden)) == count
+    assert sum(each.weights for each in mixer.products(hidden)) + mixer.other_weights == count
 
 
 def test_a_family_may_adjust_the_width_of_its_feed_forward_network() -> None:

@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_models import catalogue
 from flagcore_models.gguf import context_length, gguf_shape
 from flagcore_models.layers import (
     attention_by_size,
     attention_counts,
     attention_of,
+    layers_of,
     mixer_counts,
     network_counts,
     own_layers,
 )
+from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.latent_attention import LatentAttention
 
 from flagcore.domain.model import Model
@@ -193,7 +196,7 @@ def test_no_experts_or_no_layer_with_them_is_a_dense_model(at: At) -> None:
         (LLAMA3 | {"num_key_value_heads": 5}, "num_key_value_heads", "must divide num_attention_heads = 32"),
         (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok", "from 1 to"),
         (config("dory", 6, 256, 512, 8, 99, n_output_layers=0), "loop_start", "not a loop"),
-        (config("dory", 6000, 256, 512, 8, 99, n_recurrent_loops=2), "num_hidden_layers", "more than 10,000"),
+        (config("dory", 600, 256, 512, 8, 99, n_recurrent_loops=2), "num_hidden_layers", "more than 1,000"),
         (GEMMA3 | {"layer_types": ["full_attention"]}, "layer_types", "num_hidden_layers = 12"),
         (DEEPSEEK_V3 | {"num_key_value_heads": 8}, "num_key_value_heads", "must equal"),
         (DEEPSEEK_V2_LITE | {"num_experts_per_tok": None}, "num_experts_per_tok", "from 1 to"),
@@ -410,9 +413,35 @@ def test_a_dense_model_with_tied_tables_and_biases(tmp_path: Path) -> None:
     assert "num_moe_experts" not in found
 
 
-def test_heads_that_differ_by_layer_count_as_the_maximum(tmp_path: Path) -> None:
-    found = gguf_shape(header(tmp_path, "deci", DENSE | {"attention.head_count_kv": [2, 4, 2, 2]}, ("output.weight",)))
-    assert found["num_query_groups"] == 4
+STATES = {"ssm.conv_kernel": 4, "ssm.inner_size": 512, "ssm.state_size": 16, "ssm.time_step_rank": 8}
+WINDOW, SECOND = {"attention.sliding_window": 128}, {"attention.head_count_kv": [0, 2, 0, 0]}
+MIXED = ["Mamba2", "2", "-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "sizes", "expected"),
+    [
+        ("deci", {"attention.head_count_kv": [2, 4, 0, 2]}, ["2", "4", "-", "2"]),
+        ("gemma2", WINDOW, ["2 128", "2", "2 128", "2"]),
+        ("mimo2", WINDOW | {"attention.sliding_window_pattern": [True, True, False, False]}, 2 * ["2 128"] + 2 * ["2"]),
+        ("llama", WINDOW, ["2", "2", "2", "2"]),
+        ("qwen3next", STATES | {"ssm.group_count": 4}, [*["GatedDeltaNet"] * 3, "2"]),
+        ("granitehybrid", STATES | SECOND | {"ssm.group_count": 1}, ["Mamba2", "2", "Mamba2", "Mamba2"]),
+        ("falcon-h1", STATES | {"ssm.group_count": 1}, ["Mamba2", "2"] * 4),
+        ("nemotron_h", STATES | SECOND | {"ssm.group_count": 1, "feed_forward_length": [0, 0, 8, 8]}, MIXED),
+        ("jamba", STATES | SECOND, ["Mamba", "2", "Mamba", "Mamba"]),
+        ("lfm2", {"shortconv.l_cache": 3, **SECOND}, ["ShortConvolution", "2", *["ShortConvolution"] * 2]),
+    ],
+)
+def test_layers_of_a_gguf_file_differ(tmp_path: Path, arch: str, sizes: dict[str, Any], expected: list[str]) -> None:
+    model = catalogue.read(Path(header(tmp_path, arch, DENSE | sizes, ("output.weight",))))
+    found = []
+    for each in layers_of(model):
+        mixer = each.mixer
+        name = "-" if mixer is None else type(mixer).__name__
+        found.append(f"{mixer.groups} {mixer.window or ''}".strip() if isinstance(mixer, Attention) else name)
+    assert found == expected
+    assert dict(model.unread) == ({"attention.sliding_window": "128"} if arch == "llama" else {})
 
 
 def test_a_mixture_of_experts(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ class Dialect(dialect.Dialect):
     asynchronous: str = ""
     variants: str = ""
     nested: bool = False
+    ray: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
     trainer: str = ""
     rollout: str = ""

@@ -18,7 +18,7 @@ from flagcore_importers.programs import check_version, find_program, package_ver
 from flagcore_serving.advice import spec_warnings
 from flagcore_serving.engine import ServingEngine
 from flagcore_training.knobs import divisors, read_knobs
-from flagcore_training.reading import FAILURES
+from flagcore_training.reading import FAILURES, warmup_of_fewer
 from flagcore_vendorkit.metrics import NoMetrics, interquartile_range
 from flagcore_vendorkit.settings import UNKNOWN_TIME
 
@@ -29,12 +29,11 @@ from flagcore.domain.launch import Launch, Start
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, KnobValue, Rule
 from flagcore.domain.spec import AUTO, ImportNote, Spec, Task
-from flagcore.domain.steps import warmup_of_fewer
 from flagcore.domain.trial import Measurement
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore.spec.plain_data import package_yaml
-from flagcore_rl import importing
+from flagcore_rl import importing, ray
 from flagcore_rl.commands import dialect_of
 from flagcore_rl.importing import Reading
 from flagcore_rl.job import RlSpec, job_of
@@ -61,6 +60,7 @@ AUTOS: Mapping[str, Callable[[Task], Sequence[KnobValue]]] = {
     DEVICES: _rollout_devices,
     STALENESS: lambda task: tuple(dict.fromkeys((0, job_of(task).staleness))),
     RTP: lambda task: [size for size in divisors(task.cluster.devices) if size <= task.cluster.linked_devices],
+    f"{ROLLOUT}memory_share": lambda task: (None, "0.7", "0.85"),
     "micro_batch_tokens": lambda task: _tokens(job_of(task), 1, 2, 4),
     "micro_batch_size": lambda task: (1,) if job_of(task).packing else (1, 2, 4, 8),
 }
@@ -121,10 +121,23 @@ class RlEngine(Engine):
         return {knob.name: (own.get(knob.name, knob.neutral),) for knob in self.knobs if knob.name not in settable}
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
-        fixed = self.fixed(task)
-        return tuple(
-            knob.axis(fixed.get(knob.name) or task.listed_values(knob, AUTO)) for knob in self.knobs if knob.searchable
-        )
+        """Return the axes. The default of a command's setting is the value in the command, or the framework's.
+
+        Raises SpecError for values that the command cannot set.
+        """
+        fixed, work, space = self.fixed(task), job_of(task), task.spec.space
+        own = {} if work.command is None else self.reading(work).baseline(self.knobs)
+        axes = list[Axis]()
+        for knob in (each for each in self.knobs if each.searchable):
+            listed = task.listed_values(knob, AUTO)
+            if knob.name in fixed:
+                if not isinstance(space.get(knob.name, AUTO), str) and {*listed} - {*fixed[knob.name]}:
+                    problem = _("is not what a command of {engine} can set", engine=self.name)
+                    fix = "remove it, or compare placements without rl.command, by predictions"
+                    raise SpecError(key=f"auto_tuner.space.{knob.name}", value=[*listed], problem=problem, fix=fix)
+                listed = fixed[knob.name]
+            axes.append(knob.axis(tuple(dict.fromkeys(own.get(knob.name) if v is None else v for v in listed))))
+        return tuple(axes)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         return rules(task)
@@ -223,6 +236,8 @@ class RlEngine(Engine):
             if value != (neutral.get(name) if now is None else now):
                 (before if key.before_program else settings).update(_named(key, value, read.given))
         argv = read.command.changed(settings, before)
+        if dialect_of(self.name).ray and (nodes := sum(each.nodes for each in task.cluster.groups)) > 1:
+            argv = ray.on_all_nodes(argv, nodes)
         threads = int(values.get(THREADS) or 1)
         environment = {f"{name}_NUM_THREADS": f"{threads}" for name in ("OMP", "MKL")} if threads > 1 else {}
         return Launch(argv=(*argv, *work.flags), folder=folder, environment=environment, directory=work.directory)

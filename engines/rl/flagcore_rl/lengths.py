@@ -4,7 +4,6 @@ from functools import lru_cache
 
 import numpy as np
 from flagcore_training.lengths import best_fit
-from scipy.special import ndtri
 
 from flagcore.domain.space import IntArray
 from flagcore_rl.job import Lengths, Samples
@@ -19,6 +18,8 @@ def quantiles(lengths: Lengths, count: int) -> tuple[int, ...]:
     if lengths.values:
         places = (np.arange(count, 0, -1) - 0.5) / count * len(lengths.values)
         return tuple(np.array(lengths.values)[places.astype(np.int64)].tolist())
+    from scipy.special import ndtri  # its import takes long
+
     values = np.exp(lengths.spread * ndtri((np.arange(count, 0, -1) - 0.5) / count))
     low, high = 0.0, lengths.longest / float(values.min())
     for _ in range(60):

@@ -50,6 +50,8 @@ FORWARD_PARTS = {"compute_s": FORWARD, "pp_bubble_s": FORWARD} | dict.fromkeys(
 """The same for each part of a trainer's step that forward passes have. Backward repeats each collective of forward."""
 MEMORY = ("static_bytes", "peak_allocated_bytes", "reserved_bytes", "device_used_bytes")
 """The bytes of a device that a role's engine predicts. Used are also the contexts of processes, and libraries."""
+WAITS = ("trainer_waits_s", "rollout_waits_s")
+"""Figures: seconds of a step in which the devices of a role wait for the other role. On shared devices, none waits."""
 AWAKE_BYTES = 2.0 * 2**30
 """What a rollout that sleeps keeps on a device: its context, and graphs. vLLM states 1 to 3 GiB (sleep mode)."""
 
@@ -133,13 +135,16 @@ def predict(
     for each in candidates:  # threads of a process split matrices, too
         tensor, threads = each.get("tensor_model_parallel_size"), each.pop(THREADS, 1)
         each["tensor_model_parallel_size"] = int(tensor or 1) * int(threads or 1)
+    if not (_last and _last[0] is task and _last[1] is costs):
+        _last[:] = task, costs, {}, {}
     trained = _once(
+        _last[2],
         candidates,
         lambda name: not name.startswith(ROLLOUT) or name == DEVICES,
         lambda found: _train(task, found, costs, framework),
     )
     rolled = _once(
-        candidates, lambda name: name.startswith(ROLLOUT), lambda found: _roll(task, found, costs, framework)
+        _last[3], candidates, lambda name: name.startswith(ROLLOUT), lambda found: _roll(task, found, costs, framework)
     )
     parts: dict[str, FloatArray] = {}
     memory = np.zeros((len(MEMORY), rows))
@@ -148,7 +153,7 @@ def predict(
         memory[:, row] = bytes_of
         for name, seconds in times.items():
             parts.setdefault(name, np.zeros(rows))[row] = seconds
-    generation = parts.pop("whole_generation_s")
+    figures = {name: parts.pop(name) for name in ("whole_generation_s", *WAITS)}
     total: FloatArray = np.sum(list(parts.values()), axis=0)
     static, peak, reserved, used = memory
     capacity = costs.memory.capacity_bytes()
@@ -166,18 +171,28 @@ def predict(
         worst_stage=np.zeros(rows, dtype=np.int64),
         capacity_bytes=capacity,
         model_flops=trained[0].flops * (1 + work.critic),
-        figures={"generation_s": generation, "tokens_per_second_per_device": tokens},
+        figures={"generation_s": figures.pop("whole_generation_s"), "tokens_per_second_per_device": tokens, **figures},
     )
 
 
+_last: list[Any] = []
+"""The last task, its costs, and what is known of its trainers and rollouts: a plan predicts what it lists again."""
+
+
 def _once(
-    candidates: list[Values], needed: Callable[[str], bool], run: Callable[[list[Values]], list[Any]]
+    known: dict[tuple[Any, ...], Any],
+    candidates: list[Values],
+    needed: Callable[[str], bool],
+    run: Callable[[list[Values]], list[Any]],
 ) -> list[Any]:
-    """Return the results of `run` for each candidate, which is run once for equal values of the needed knobs."""
+    """Return the results of `run` for each candidate, which is run once for equal values of the needed knobs.
+
+    `known`: the results of earlier calls, which are added to.
+    """
     keys = [tuple((name, value) for name, value in values.items() if needed(name)) for values in candidates]
-    distinct = list(dict.fromkeys(keys))
-    found = dict(zip(distinct, run([dict(key) for key in distinct]), strict=True))
-    return [found[key] for key in keys]
+    if new := [key for key in dict.fromkeys(keys) if key not in known]:
+        known.update(zip(new, run([dict(key) for key in new]), strict=True))
+    return [known[key] for key in keys]
 
 
 def _stacked(engine: Any, task: Task, candidates: list[Values]) -> Columns:
@@ -304,10 +319,12 @@ def _step(
         rewards += trained.forward_s * _active(work.reward) / _active(task.spec.model)
         judge = 2.0 * sizes_of(work.reward)[0] / trained.shares
     times = {"logprobs_s": logprobs, "training_s": training, "refit_s": refit, "swap_s": swap, "rewards_s": rewards}
-    exposed = rolled.generation_s
+    exposed, trained_s = rolled.generation_s, logprobs + training + rewards
     if apart and staleness:
-        exposed = max(0.0, rolled.generation_s - logprobs - training - rewards)
+        exposed = max(0.0, rolled.generation_s - trained_s)
+    waits = (exposed, trained_s - (rolled.generation_s - exposed)) if apart else (0.0, 0.0)
     times = {"generation_s": exposed, **times, "whole_generation_s": rolled.generation_s}
+    times |= dict(zip(WAITS, waits, strict=True))
     only_used = np.array([0.0, 0.0, 0.0, 1.0])
     training_phase, rollout_phase = trained.memory + judge + critic, rolled.memory
     if not apart:  # the trainer's process keeps its context, and a rollout that sleeps its own

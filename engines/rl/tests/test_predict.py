@@ -120,6 +120,8 @@ def test_parts_add_up_and_staleness_hides_generation() -> None:
         assert sum(each["time"].values()) == pytest.approx(seconds(each))
     assert seconds(stale) < seconds(on_policy)
     assert stale["time"]["generation_s"] < on_policy["time"]["generation_s"]
+    assert on_policy["trainer_waits_s"] == on_policy["generation_s"]
+    assert stale["rollout_waits_s"] < on_policy["rollout_waits_s"]
 
 
 @pytest.mark.parametrize(
@@ -191,6 +193,7 @@ def test_the_context_of_a_rollout_holds_the_longest_possible_sample() -> None:
         api.estimate(spec(rollout=rollout, **lengths))
 
 
+@pytest.mark.costly
 def test_settings_of_roles_that_are_not_predicted_are_named() -> None:
     trainer = {"engine": "megatron", "settings": {"overlap_grad_reduce": True, "foo": 1}}
     rollout = {"engine": "vllm", "engine_args": {"bar": 1, "max_model_len": 2048}}
@@ -199,6 +202,7 @@ def test_settings_of_roles_that_are_not_predicted_are_named() -> None:
     assert {"rl.trainer.settings.foo", "rl.rollout.engine_args.bar"} == names
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("changes", "warning"),
     [
@@ -215,6 +219,7 @@ def test_odd_values_are_named(changes: Mapping[str, Any], warning: str) -> None:
     assert [warning in each for each in found] == [True] * bool(warning)
 
 
+@pytest.mark.costly
 def test_a_new_spec_is_complete() -> None:
     new = api.new_spec("verl", "Qwen/Qwen3-8B", {"chip": "H100-SXM"}, api.defaults_of("verl"))
     work: Any = open_spec(new.data).spec.work
@@ -248,6 +253,7 @@ def test_experts_are_grouped_unless_the_trainer_says_otherwise() -> None:
     assert usual["time"]["training_s"] < 0.8 * slow["time"]["training_s"]
 
 
+@pytest.mark.costly
 def test_a_plugin_gives_slower_hosts() -> None:
     data = {**spec(), "cluster": {"chip": "GB200", "nodes": 2, "devices_per_node": 4}}
     platform = open_spec(data, plan=True).problem.platform
@@ -257,6 +263,7 @@ def test_a_plugin_gives_slower_hosts() -> None:
     assert fast < 0.7 * slow
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("stages", "pads", "tokens"), [(1, True, 864), (2, False, 864), (2, True, 1137)])
 def test_stages_pad_packed_micro_batches_to_the_longest(stages: int, pads: bool, tokens: int) -> None:
     answers = {"mean": 800.0, "longest": 1024, "spread": 0.1}
@@ -265,6 +272,7 @@ def test_stages_pad_packed_micro_batches_to_the_longest(stages: int, pads: bool,
     assert batches(work, values, 128, 1, forward=False, pads_stages=pads) == (tokens, 1, 128)
 
 
+@pytest.mark.costly
 def test_more_recompute_takes_as_long_and_larger_micro_batches_need_as_much_memory() -> None:
     found = {"micro_batch_size": 4, "activation_checkpointing": "selective"}
     others = [{**found, "micro_batch_size": 8}, {**found, "activation_checkpointing": "none"}]
@@ -294,6 +302,7 @@ def test_a_critic_needs_the_memory_of_the_policy(apart: Mapping[str, Any], offlo
     assert same == pytest.approx((1.0 + share) * without)
 
 
+@pytest.mark.costly
 def test_the_usual_baseline_is_colocated_with_the_smallest_layout() -> None:
     baseline = open_spec(spec(staleness=1), plan=True).problem.baseline.as_dict()
     sizes = [baseline[f"{name}_parallel_size"] for name in ("tensor_model", "pipeline_model", "rollout_tensor")]
@@ -353,8 +362,11 @@ def test_a_command_is_its_own_baseline_and_trials_change_it(name: str, folder: P
     engine = find_engine(data["rl"]["engine"], "rl.engine")
     own = {knob.name: data["auto_tuner"]["baseline"].get(knob.name, knob.neutral) for knob in engine.knobs}
     unchanged = engine.launch(platform, Candidate.of(own), "out", for_real=True)
-    assert [*unchanged.argv] == data["rl"]["command"]
-    argv = engine.launch(platform, Candidate.of({**own, **case["changed"]}), "FOLDER").argv
+    words, several = data["rl"]["command"], case["cluster"][0] > 1 and name != "trl"
+    start, nodes = unchanged.argv[: -len(words)], str(case["cluster"][0])
+    assert [*unchanged.argv[len(start) :]] == words
+    assert start[3:] == (("ray", nodes) if several else ())  # one program, and a process of Ray on each node
+    argv = engine.launch(platform, Candidate.of({**own, **case["changed"]}), "FOLDER").argv[len(start) :]
     assert {*case["words"]} <= {*argv}
     assert not {"--save", "--recompute-granularity", "--actor.gradient_checkpointing_enable"} & {*argv}
     again = engine.reading(platform.task.spec.work).__class__(engine.name, argv, folder).baseline(engine.knobs)
@@ -362,6 +374,19 @@ def test_a_command_is_its_own_baseline_and_trials_change_it(name: str, folder: P
     assert again | changed == again
 
 
+def test_a_setting_of_a_command_stays_unless_the_space_says_otherwise(folder: Path) -> None:
+    data = spec_of(CASES["verl"], folder).data
+    data["auto_tuner"] = {}
+    task, engine = open_spec(data, None, (), plan=True).problem.platform.task, find_engine("verl", "rl.engine")
+    axes = {axis.knob: axis.values for axis in engine.axes(task)}
+    assert axes["rollout_memory_share"] == ("0.5", "0.7", "0.85")
+    assert axes["rollout_devices"] == (None,)
+    with pytest.raises(SpecError) as error:
+        engine.axes(replace(task, spec=replace(task.spec, space={"rollout_devices": (8,)})))
+    assert error.value.key == "auto_tuner.space.rollout_devices"
+
+
+@pytest.mark.costly
 @pytest.mark.parametrize("name", LOGS)
 def test_times_of_steps_and_of_their_parts_are_read(name: str, folder: Path) -> None:
     case = CASES[name]

@@ -2,6 +2,6 @@
 
 SDK = (
     *("advice", "engine", "job", "launch.importing", "launch.reports", "launch.server", "load.result", "load.routing"),
-    "space",
+    *("model", "schedules", "space"),
 )
-"""The modules that serving engines may import. `space` is a package."""
+"""The modules that serving engines may import. `model` and `space` are packages."""

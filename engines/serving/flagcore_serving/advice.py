@@ -9,8 +9,10 @@ from flagcore_models.public import find_public
 
 from flagcore.domain.metrics import MIN_REQUESTS, RATES
 from flagcore.domain.spec import AUTO, Spec
+from flagcore_serving.job import lengths_are_equal
 from flagcore_serving.load.traffic import in_flight
 from flagcore_serving.model.speculation import USUAL
+from flagcore_serving.model.work import overheads_of
 from flagcore_serving.space import knobs as common_knobs
 from flagcore_serving.space.adapters import CONFIG, DEFAULT_RANK, rank_of
 from flagcore_serving.space.adapters import SWITCH as ADAPTER_SWITCH
@@ -69,8 +71,12 @@ def _of_limits(spec: Spec, _program: Program) -> Iterator[str]:
         yield f"serve.slo.{name}: {fewest} requests are too few; use serve.profile.num_prompts >= {min_requests[name]}"
 
 
-def _of_loads(spec: Spec, _program: Program) -> Iterator[str]:
+def _of_loads(spec: Spec, program: Program) -> Iterator[str]:
     loads = spec.serve.loads
+    has_waves = not overheads_of(program.overheads, program.version(spec)).mixes
+    if has_waves and any(in_flight(load).concurrency and lengths_are_equal(load) for load in loads):
+        waves = "requests that start together end together, which few real loads do"
+        yield f"all lengths are equal, so in {program.title} {waves}; set serve.profile.range_spread, such as 0.5"
     is_open = all(in_flight(load).concurrency is None and load.request_rate != math.inf for load in loads)
     if is_open and spec.serve.highest is None and spec.objective in FIXED_RATES:
         fix = (

@@ -3,7 +3,6 @@
 They are converted to records of `flagcore_serving.job`.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,14 +13,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from flagcore.domain.knob import Knob
+from flagcore.domain.metrics import LATENCIES, STATISTICS
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import AUTO, COST, SERVING, Control
-from flagcore.domain.units import Devices, Seconds, Text, Value, Word
-from flagcore.errors import SpecError, join_errors
-from flagcore.i18n import _
+from flagcore.domain.trial import ESTIMATE
+from flagcore.domain.units import SECONDS, Devices, Seconds, Text, Value, Word, parse_amount
+from flagcore.errors import SpecError, UsageError, join_errors
+from flagcore.i18n import N_, _
 from flagcore.spec.knobs import knobs_of_engine, listed_type, section_of, value_type
 from flagcore.spec.models import ModelSource, model_of
-from flagcore.spec.plain_data import spec_error
+from flagcore.spec.plain_data import read_mapping, spec_error
 from flagcore.spec.schema import BUDGET, CommonSection, SearchSection, command_of, control_of, with_fields
 from flagcore.spec.shapes import Shape
 from flagcore.spec.validate import Context, Folder, RecordSection, Section, keys_of_record, rule
@@ -68,7 +69,7 @@ class ServeSection(Section):
     """Name of the engine; the engines of a list are tuned one after the other."""
     precision: ServePrecision | None = None
     """Number format of the weights; null: the format of the weights file, or bf16."""
-    engine_args: dict[str, Scalar | list[Scalar]] = Field(default={})
+    engine_args: dict[str, Scalar | list[Scalar]] = Field(default={}, max_length=2000)
     """Flags of the engine for all candidates, without leading dashes; true is a bare flag, a list several values."""
     profile: ProfileSection = ProfileSection()
     """The load: the requests that each trial sends to its servers."""
@@ -81,7 +82,7 @@ class ServeSection(Section):
     prefix of the prompt before; auto: the latter for traces and conversations."""
     weights: Text | None = None
     """Path of the weights (Hugging Face directory or GGUF file); null: the path of the model."""
-    adapters: list[Folder] = Field(default=[])
+    adapters: list[Folder] = Field(default=[], max_length=1_000)
     """Folders of adapters (LoRA) that the server loads, in the format of PEFT, relative to the spec."""
     command: Annotated[list[Text], Field(min_length=1)] | None = None
     """Program that starts one server, without flags; null: the engine's default."""
@@ -120,6 +121,7 @@ def serve_of(section: ServeSection, context: Context) -> ServeSpec:
         **command_of(section.command, section.directory, context),
         cards=context.given("auto_tuner", "cards"),
         engine_version=section.engine_version,
+        scheduled=context.given("auto_tuner", "control", "fidelity") == SCHEDULE,
     )
 
 
@@ -146,9 +148,8 @@ def _stored_format(weights: Path) -> str | None:
     from flagcore_models.quantized import format_of_weights
 
     path = weights / "config.json" if weights.is_dir() else weights
-    with suppress(OSError, ValueError):
-        config = json.loads(path.read_text("utf-8")) if path.suffix == ".json" else None
-        return format_of_weights(config) if isinstance(config, Mapping) else None
+    with suppress(SpecError):
+        return format_of_weights(read_mapping(path, file=path.name)) if path.suffix == ".json" else None
     return None
 
 
@@ -181,8 +182,18 @@ def _highest(section: ServeSection, slo: Mapping[str, float]) -> str | None:
 class ServeControlSection(RecordSection):
     """Budgets of the search."""
 
-    fidelity: Literal["estimate", "run"] = "run"
-    """Fidelity of trials: predictions only, or real servers under load."""
+    fidelity: Literal["estimate", "schedule", "run"] = "run"
+    """Fidelity of trials: predictions only; for the fastest, by the installed engine's own scheduler (vLLM with
+    `flagcore-vllm-schedule`); or real servers under load."""
+
+
+SCHEDULE = "schedule"
+"""The fidelity of a plan about whose fastest candidates the engine itself is asked (`ServeSpec.scheduled`)."""
+
+
+def _control_of(section: ServeControlSection, context: Context) -> Control:
+    plain = {"fidelity": ESTIMATE} if section.fidelity == SCHEDULE else {}
+    return control_of(section.model_copy(update=plain), context)
 
 
 OBJECTIVES = (*SERVING, COST)
@@ -199,7 +210,7 @@ class ServeTunerSection(SearchSection):
     baseline: Any = None
     """The configuration to which the gain is relative; null: an expert's layout on all devices. All candidates keep its
     knobs that the space does not list, but not layouts and limits of the batch."""
-    control: Annotated[ServeControlSection, rule(control_of)] = ServeControlSection()
+    control: Annotated[ServeControlSection, rule(_control_of)] = ServeControlSection()
     """Budget of the search."""
     objective: Literal[OBJECTIVES] = SERVING[0]  # type: ignore[valid-type]
     """The metric to optimize: rates are maximized, latencies minimized (the mean, unless a statistic is given). cost is
@@ -335,7 +346,29 @@ def _values_of(given: Mapping[str, Any], knobs: Sequence[Knob]) -> dict[str, Kno
     return values
 
 
+def changes_of_load(limits: Iterable[str], rate: float | str | None) -> dict[str, object]:
+    """Return the keys that set latency limits, such as `p99 ttft 1s`, and a rate of requests per second (or `auto`).
+
+    Without a statistic, a limit is of the p99. Raises UsageError.
+    """
+    load = {"request_rate": rate, "concurrency": None} if rate else {}
+    changes: dict[str, object] = {f"serve.profile.{key}": value for key, value in load.items()}
+    for limit in (each for text in limits for each in text.split(",")):
+        words = limit.lower().replace("=", " ").replace("<", " ").split()
+        latency = next((name for word in words for name in LATENCIES if word in (name, name.removesuffix("_s"))), None)
+        statistic = next((word for word in words if word in STATISTICS), "p99")
+        seconds = parse_amount(words[-1], SECONDS) if words else None
+        if latency is None or seconds is None or len(words) != 2 + (statistic in words):
+            names = ", ".join(name.removesuffix("_s") for name in LATENCIES)
+            text = N_("--slo {limit}: expected a limit such as `p99 ttft 1s`, of {names}")
+            raise UsageError(_(text, limit=limit, names=names))
+        changes[f"serve.slo.{latency}.{statistic}"] = seconds
+    return changes
+
+
 DEFAULTS: Mapping[str, Any] = {"input_len": 1024, "output_len": 128, "concurrency": CLIENTS_PER_DEVICE}
 """The values that a new spec needs, with their defaults."""
+PROPOSED: Mapping[str, Any] = {"range_spread": 0.5}
+"""Further values that `flag init` proposes: lengths of real loads differ."""
 PARTS: Mapping[str, type[Section]] = {"serve": ServeSection, "serve.profile": ProfileSection}
 """The sections of a new spec. The last one has the values in DEFAULTS."""

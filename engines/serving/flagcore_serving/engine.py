@@ -15,18 +15,21 @@ from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge
 from flagcore.domain.spec import AUTO, ImportNote, Spec, Task
-from flagcore.domain.trial import Measurement, Trial
-from flagcore.errors import SpecError
+from flagcore.domain.trial import Answers, Measurement, Trial
+from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import Message, _
 from flagcore.spec.models import model_from
 from flagcore_serving.advice import spec_warnings, speculations
+from flagcore_serving.bounds import ServingBounds
 from flagcore_serving.launch import importing
 from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.load.figures import SteadyState
 from flagcore_serving.load.traffic import in_flight, traffic
 from flagcore_serving.model.predict import predict
+from flagcore_serving.model.simulation import Simulation
 from flagcore_serving.model.work import HOST_RATE, Overheads, overheads_of
 from flagcore_serving.published import published
+from flagcore_serving.schedules import schedule_of
 from flagcore_serving.space import knobs as common_knobs
 from flagcore_serving.space import placement, rules
 from flagcore_serving.space.adapters import check_adapters
@@ -35,6 +38,7 @@ from flagcore_serving.space.knobs import CONTEXT, LAYOUT
 from flagcore_serving.space.roles import roles
 from flagcore_serving.space.weights import check_formats, min_devices
 from flagcore_serving.trial import reading
+from flagcore_serving.trial.answers import compared
 from flagcore_serving.trial.failures import PATTERNS
 from flagcore_serving.trial.reading import with_measured_acceptance
 
@@ -57,7 +61,7 @@ class ServingPlans(Plans):
     """Plans of serving jobs."""
 
     def __init__(self, engine: "ServingEngine") -> None:
-        self.engine, self.by_default = engine, engine.plans_by_default
+        self.engine = engine
 
     def defaults(self, task: Task) -> Mapping[str, KnobValue]:
         return self.engine.defaults(task)
@@ -73,6 +77,16 @@ class ServingPlans(Plans):
         is_deep = (self.engine.split_by != PP) & (self.engine.settings(task, kinds.columns).pipeline > needed)
         is_late = figures["ttft_s.mean"] > 0.5 * figures["e2e_s.mean"]
         return DEEP * (kinds.total(np.where(is_deep, 1.0, 0.0)) > 0).astype(np.int64) + is_late
+
+    def scheduled(self, problem: Any, /) -> Any:
+        """See `Plans`. Raises SpecError if no installed distribution asks this engine."""
+        if not problem.task.spec.serve.scheduled:
+            return problem
+        if schedule := schedule_of(self.engine.name):
+            return schedule.scheduled(problem)
+        fix = _("install {package}, or use estimate", package=f"flagcore-{self.engine.name}-schedule")
+        text = _("needs a distribution that asks {engine} itself", engine=self.engine.name)
+        raise SpecError(key="auto_tuner.control.fidelity", value="schedule", problem=text, fix=fix)
 
     def load_seconds(self, task: Task, predictions: Predictions) -> FloatArray:
         """Return the predicted seconds of all loads and repeats of each candidate, or NaN for `ServeSpec.highest`.
@@ -94,12 +108,12 @@ class ServingEngine(EngineProfile):
     targets: Collection[str] = ("compose",)
     per_server: bool = False
     failures = PATTERNS
-    plans_by_default: bool = False
-    """As `Plans.by_default`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.commands, self.plans = ServerCommands(self), ServingPlans(self)
+        layout = [knob.name for knob in self.knobs if knob.layout]
+        self.bounds = ServingBounds(self.rough, self.rules, layout)
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
         """Return merges that treat the engine's defaults as not set, and that ignore drafts without speculation."""
@@ -145,7 +159,16 @@ class ServingEngine(EngineProfile):
         receive = serve.engine_args.get(self.receive_flag)
         return replace(overheads, receive=receive) if isinstance(receive, int) and receive > 0 else overheads
 
-    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+    def predict(
+        self,
+        task: Task,
+        columns: Columns,
+        costs: Costs,
+        *,
+        simulates: bool = True,
+        simulation: type[Simulation] | None = None,
+    ) -> Predictions:
+        """See `Engine`. Without `simulates`, metrics are in closed form. `simulation`: as in `Price`."""
         kinds = placement.instance_kinds(task, columns)
         return predict(
             task,
@@ -155,7 +178,13 @@ class ServingEngine(EngineProfile):
             untested=bool(self.untested),
             kinds=kinds,
             draft=self.draft(task.spec),
+            simulates=simulates,
+            simulation=simulation,
         )
+
+    def rough(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        """See `Engine`. Metrics are in closed form."""
+        return self.predict(task, columns, costs, simulates=False)
 
     def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
         """Return the base-2 logarithms of each candidate's instance count, TP size and limits on an iteration.
@@ -198,7 +227,7 @@ class ServingEngine(EngineProfile):
     def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
         return super().columns(task, {**self.defaults(task), **self.parse(values)})
 
-    def _columns_of(self, task: Task, candidate: Candidate) -> dict[str, IntArray]:
+    def columns_of(self, task: Task, candidate: Candidate) -> dict[str, IntArray]:
         """Encode a candidate as one-row columns, without the knobs of plugins."""
         engine_knobs = {axis.knob for axis in self.axes(task)}
         return self.columns(task, {knob: value for knob, value in candidate.items if knob in engine_knobs})
@@ -268,14 +297,25 @@ class ServingEngine(EngineProfile):
         self.program.ready(spec)
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
+        """See `Engine`. Raises UsageError for a trial that the installed engine itself would refuse to start."""
+        schedule = None if for_real else schedule_of(self.name)
+        if schedule and (refusal := schedule.refusal(self, platform, candidate)):
+            raise UsageError(refusal)
         predicted = {} if for_real else self._predicted(platform, candidate)
         return self.started(platform, candidate, folder, predicted, for_real=for_real)
 
     def _predicted(self, platform: Platform, candidate: Candidate) -> Mapping[str, float]:
         """Return the predicted metrics of a candidate by name, without NaN and infinite values."""
-        columns = self._columns_of(platform.task, candidate)
+        columns = self.columns_of(platform.task, candidate)
         figures = self.predict(platform.task, columns, platform.costs).row(0).figures
         return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
+
+    def trial_notes(self, platform: Platform, candidate: Candidate | None) -> Sequence[str]:
+        """See `Engine`. They say what the installed engine itself was asked."""
+        schedule = schedule_of(self.name)
+        if schedule and candidate:
+            schedule.refusal(self, platform, candidate)
+        return schedule.notes() if schedule else ()
 
     def unmodelled(self, task: Task) -> tuple[Unmodelled, ...]:
         drafts = {f"serve.engine_args.{self.program.draft_flag}"} if self._knows_draft(task.spec) else set[str]()
@@ -317,9 +357,12 @@ class ServingEngine(EngineProfile):
         return bool(schemes) and not schemes & {"", *(["draft_model"] if self.draft(spec) is None else [])}
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
-        kinds = placement.instance_kinds(task, self._columns_of(task, candidate))
+        kinds = placement.instance_kinds(task, self.columns_of(task, candidate))
         instance_devices = np.repeat(self.settings(task, kinds.columns).devices, kinds.count)
         return reading.read(task, candidate, folder, instance_devices.tolist())
+
+    def answers(self, task: Task, change: str, folder: str, baseline: str) -> Answers | None:
+        return compared(task, change, folder, baseline)
 
     def learned(self, task: Task, trials: Sequence[Trial]) -> Task:
         return with_measured_acceptance(task, trials, self.program.schemes_of(task.spec))

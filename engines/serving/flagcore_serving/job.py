@@ -25,6 +25,8 @@ DEFAULT_CONCURRENCY = 64
 """The default number of requests in flight."""
 CLIENTS_PER_DEVICE = 16
 """The number of clients for each device in a spec that is made from a command or from the name of a model."""
+MAX_CLIENTS = 8192
+"""The most clients of a search for the highest number of them. A choice: published plans have at most 4,096."""
 OPEN_LOOP_FLIGHT = 64
 """The number of requests in flight that is assumed for an open loop if its number of requests is not given."""
 MAX_LENGTH_RATIO = 5
@@ -121,7 +123,7 @@ class Load:
     acceptance: tuple[tuple[str, Rates], ...] = ()
     """By scheme of speculation, the rates at which drafted tokens are accepted. An empty name stands for all other
     schemes."""
-    adapters: NoRequests = 0
+    adapters: Annotated[int, Interval(ge=0, le=1_000)] = 0
     """Number of adapters (LoRA) that requests use; by default that of serve.adapters."""
     adapter_share: Fraction = 1.0
     """Share of the requests that use an adapter; the others use the base model."""
@@ -173,6 +175,7 @@ class ServeSpec(Work):
     `prefix_aware`: whether a request goes to the instance that has already received the longest prefix of its prompt,
     unless that instance is much busier than others. Otherwise it goes to the instance with the fewest requests.
     `default_space`: whether the spec has no space, so that the engine searches layouts and batch limits.
+    `scheduled`: whether the installed engine itself is asked about the fastest candidates of a plan.
     `elsewhere`: `host` or `image` if commands are for another machine or for a container image, so that programs are
     not looked up on this machine. Empty otherwise.
     """
@@ -187,6 +190,7 @@ class ServeSpec(Work):
     has_steps: ClassVar[bool] = False
     reserves_memory: ClassVar[bool] = True
     takes_any_flag: ClassVar[bool] = True
+    plans_with: ClassVar[str] = "vllm"
     start_seconds: ClassVar[float] = 1200.0  # servers load their weights and compile before the load begins
 
     loads: tuple[Load, ...]
@@ -201,6 +205,7 @@ class ServeSpec(Work):
     prefix_aware: bool = False
     default_space: bool = False
     elsewhere: Literal["", "host", "image"] = ""
+    scheduled: bool = False
 
     @property
     def missing(self) -> str:
@@ -208,6 +213,8 @@ class ServeSpec(Work):
 
     def with_advice(self, section: str, name: str, value: EngineArg, knobs: Collection[str]) -> ServeSpec:
         arguments = {each.lstrip("-").replace("_", "-") for each in (*self.engine_args, *knobs)}
+        if section == "precision" and self.precision == "bf16":
+            return replace(self, precision=str(value))
         if section != "engine_args" or name.replace("_", "-") in arguments:
             return self
         return replace(self, engine_args={**self.engine_args, name: value})
@@ -272,6 +279,16 @@ def _text_of(serve: ServeSpec) -> str:
         )
     if first.trace is not None:
         return ", ".join(filter(None, [first.trace, *points]))
-    lengths = {"prompt": f"{first.prefix_len + first.input_len:,}", "answer": f"{first.output_len:,}"}
-    sizes = _("prompts of {prompt} and answers of {answer} tokens", **lengths)
-    return ", ".join([*dict.fromkeys(points), sizes])
+    return ", ".join([*dict.fromkeys(points), lengths_text(first)])
+
+
+def lengths_are_equal(load: Load) -> bool:
+    """Return whether all prompts of a load, and all its answers, have the same length."""
+    is_drawn = load.trace is not None or load.lengths or load.turns > 1 or load.images is not None
+    return not is_drawn and load.range_ratio == 1.0 and not load.range_spread and load.distribution == "uniform"
+
+
+def lengths_text(load: Load) -> str:
+    """Return the lengths of a load's requests in words."""
+    lengths = {"prompt": f"{load.prefix_len + load.input_len:,}", "answer": f"{load.output_len:,}"}
+    return _("prompts of {prompt} and answers of {answer} tokens", **lengths)

@@ -13,7 +13,7 @@ from flagcore.domain.units import Fraction, Word
 from flagcore.errors import SpecError
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.validate import RecordSection, Section, keys_of_record
-from flagcore_serving.job import DEFAULT_CONCURRENCY, IMAGE_SIZE, SCHEMES, Images, Load, Rates
+from flagcore_serving.job import DEFAULT_CONCURRENCY, IMAGE_SIZE, MAX_CLIENTS, SCHEMES, Images, Load, Rates
 
 Clients = Annotated[int, Field(ge=1, le=100_000)]
 Requests = Annotated[int, Field(ge=1, le=10_000_000)]
@@ -56,7 +56,7 @@ class ProfileSection(RecordSection):
     """Number of requests; auto: the load lasts until its steady state is measured precisely."""
     concurrency: Clients | Annotated[list[Clients], Field(min_length=1)] | Literal["auto"] | None = None
     """Requests in flight: how fast is this number of clients served, each waiting for its answer? A list defines
-    several load points of one launch; auto: how many clients are served within the SLO, up to num_prompts?"""
+    several load points of one launch; auto: how many clients are served within the SLO, up to a given num_prompts?"""
     request_rate: PerSecond | Annotated[list[PerSecond], Field(min_length=1)] | Literal["auto"] | None = None
     """Requests per second that arrive whether the server is free or not (inf: all at once): which latencies result? A
     list defines several load points of one launch; auto: which rate can arrive within the SLO?"""
@@ -88,7 +88,7 @@ def loads(profile: ProfileSection, slo: Mapping[str, float], base: Path) -> tupl
         least_s = _least_s(profile, slo) if profile.num_prompts == AUTO else 0.0
         return (Load(**fields, least_s=least_s, request_rate=MAX_RATE),)
     if profile.concurrency == AUTO:
-        return (Load(**fields, concurrency=number),)
+        return (Load(**fields, concurrency=number or MAX_CLIENTS),)
     if rates := _as_list(profile.request_rate):
         return tuple(Load(**fields, request_rate=float(rate)) for rate in rates)
     if profile.trace is not None and profile.concurrency is None:
@@ -130,13 +130,13 @@ def _acceptance(value: float | list[float] | Mapping[Any, float | list[float]] |
 def _num_prompts(profile: ProfileSection, slo: Mapping[str, float]) -> int | None:
     """Return the number of requests, or None for a load that can be measured in its steady state.
 
-    Traces, conversations, bursts and searches for the highest load need a number of requests. The default is the number
+    Traces, conversations, bursts and searches for the highest rate need a number of requests. The default is the number
     that the percentiles in the limits need, at least DEFAULT_REQUESTS.
     """
     if profile.num_prompts != AUTO:
         return int(profile.num_prompts)
     has_end = profile.trace is not None or profile.turns > 1 or "inf" in _as_list(profile.request_rate)
-    if has_end or AUTO in (profile.request_rate, profile.concurrency):
+    if has_end or profile.request_rate == AUTO:
         return max([DEFAULT_REQUESTS, *(MIN_REQUESTS.get(name.rpartition(".")[2], 0) for name in slo)])
     return None
 

@@ -36,7 +36,7 @@ class _Serve(Section):
     concurrency: Clients | None = None
     request_rate: PerSecond | None = None
     num_prompts: Requests | None = None
-    engine_args: dict[str, Scalar | list[Scalar]] = Field(default={})
+    engine_args: dict[str, Scalar | list[Scalar]] = Field(default={}, max_length=2000)
     weights: Text | None = None
     notes: Any = None
     source: Any = None

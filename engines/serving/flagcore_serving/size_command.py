@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flagcore.cli import options
+from flagcore.domain.units import MAX_PRICE
 from flagcore.errors import UsageError
 from flagcore.i18n import N_, _, ngettext
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 COLUMNS = {
     "devices": "devices",
-    "80%": "safe_devices",
+    "safe devices": "safe_devices",
     "chip": "chip",
     "replicas": "replicas",
     "devices each": "devices_per_replica",
@@ -36,6 +38,8 @@ COLUMNS = {
 """The columns of the table: headings, and fields of `Size`."""
 REPLICA = "runs/replica"
 """The folder of the run that confirms a replica."""
+HIGHEST = ("--rate", "auto")
+"""The option of a search for the highest rate within the limits."""
 HOURS = {"hour": "hour", "requests": "requests", "peak req/s": "rate", "replicas": "replicas"}
 
 
@@ -47,8 +51,9 @@ def _chips(texts: Iterable[str]) -> dict[str, float | None]:
         number = -1.0
         with suppress(ValueError):
             number = float(price)
-        if not name or (sign and not 0 < number < 1e6):
-            raise UsageError(_("--chip {text}: expected NAME or NAME=PRICE, with a price above 0", text=text))
+        if not name or (sign and not 0 < number <= MAX_PRICE):
+            message = N_("--chip {text}: expected NAME or NAME=PRICE, with a price above 0 and at most {most:,}")
+            raise UsageError(_(message, text=text, most=MAX_PRICE))
         found[name] = number if sign else None
     return found
 
@@ -58,7 +63,10 @@ def _chips(texts: Iterable[str]) -> dict[str, float | None]:
 @options.model
 @options.settings()
 @click.option(
-    "--rate", type=click.FloatRange(0, min_open=True), help=N_("Requests per second [default: those of the spec].")
+    "--rate",
+    "total_rate",
+    type=click.FloatRange(0, min_open=True),
+    help=N_("Requests per second [default: those of the spec]."),
 )
 @click.option(
     "--day",
@@ -87,15 +95,17 @@ def _chips(texts: Iterable[str]) -> dict[str, float | None]:
 )
 @click.option("--name", default="server", show_default=True, help=N_("With --to: name of the Deployment."))
 @options.output
+@options.plugins
 def size_command(
     spec: Any,
-    rate: float | None,
+    total_rate: float | None,
     day: Path | None,
     chips: tuple[str, ...],
     target: str | None,
     run: Path | None,
     name: str,
     form: str,
+    without: tuple[str, ...],
 ) -> None:
     """Show how many devices keep the latency limits of SPEC at a rate of requests, without running anything.
 
@@ -104,15 +114,20 @@ def size_command(
     that a run measured.
     """
     from flagcore.api.runs import SPEC  # `flag --help` imports little
+    from flagcore.domain.metrics import flat_statistics
+    from flagcore.report.formats import lookup
+    from flagcore.report.text import heading
     from flagcore_serving.sizing import manifest, sizing
 
+    if total_rate != total_rate:  # NaN is in each range
+        raise click.UsageError(_("{value} is not a number", value="--rate nan"))
     if run is not None and chips:
         raise click.UsageError(_("--run and --chip exclude each other: a run measured one kind of chip"))
     if spec is None and run is not None:
         spec = str(run / SPEC)
     if spec is None:
         raise click.UsageError(_("SPEC or --model is required"))
-    found = sizing(spec, rate, None if day is None else str(day), _chips(chips), run)
+    found = sizing(spec, total_rate, None if day is None else str(day), _chips(chips), run, without)
     records = [asdict(each) for each in found.sizes]
     if target is not None:
         options.show(manifest(found, target, name).removesuffix("\n"), "yaml")
@@ -120,7 +135,11 @@ def size_command(
         hours = [asdict(each) for each in found.hours]
         options.show_record({"rate": found.rate, "sizes": records, "hours": hours}, form)
     else:
-        columns = {name: key for name, key in COLUMNS.items() if any(each[key] is not None for each in records)}
+        shown = {f"~{heading(name)}": f"limited.{name}" for name in flat_statistics(found.slo)}
+        shown = {name: key for name, key in shown.items() if name not in COLUMNS}
+        place = list(COLUMNS).index("cost/h")
+        columns = dict([*list(COLUMNS.items())[:place], *shown.items(), *list(COLUMNS.items())[place:]])
+        columns = {name: key for name, key in columns.items() if any(lookup(each, key) is not None for each in records)}
         options.show_records(records, form, columns)
         if form == "table":
             _explain(found, run)
@@ -131,12 +150,13 @@ def _explain(found: Sizing, run: Path | None) -> None:
     best = found.best
     values = {"chip": best.chip, "devices": best.devices, "rate": found.rate, "configuration": best.configuration}
     text = ngettext(
-        "{rate:.4g} requests/s within the limits: {devices} x {chip}, as {count} replica of {configuration}.",
-        "{rate:.4g} requests/s within the limits: {devices} x {chip}, as {count} replicas of {configuration}.",
+        "{rate:.4g} requests/s within the limits: {devices} x {chip} in {count} replica ({configuration}).",
+        "{rate:.4g} requests/s within the limits: {devices} x {chip} in {count} replicas, each with {configuration}.",
         best.replicas,
         **values,
     )
     options.show("\n" + text)
+    options.say(_("Predicted {load} (serve.profile, serve.slo).", load=found.assumed))
     if best.safe_devices > best.devices:
         text = N_("At the low end of the 80% interval of each replica's rate: {devices} devices.")
         text = text if run is None else N_("At the lowest measured rate of a replica: {devices} devices.")
@@ -146,9 +166,25 @@ def _explain(found: Sizing, run: Path | None) -> None:
     if run is not None:
         return
     replica = {"chip": best.chip, "nodes": best.nodes, "devices_per_node": best.devices_per_replica // best.nodes}
-    changes = ["serve.profile.request_rate=auto", *(f"cluster.{key}={value}" for key, value in replica.items())]
-    words = ["flag", "tune", *options.job_words(changes)]
+    changes = [f"cluster.{key}={value}" for key, value in replica.items()]
+    words = ["flag", "tune", *options.job_words(changes), *HIGHEST]
+    options.say(_("Write the files that start it: {command}", command=_export(found, changes)))
     options.say(_("Confirm one replica by trials: {command}", command=shlex.join([*words, "--run-dir", REPLICA])))
     options.say(
         _("Then size by its measured rate: {command}", command=f"flag size --run {REPLICA} --rate {found.rate:g}")
     )
+
+
+def _export(found: Sizing, changes: Sequence[str]) -> str:
+    """Return the command that exports the servers of the best size: all to Kubernetes if it is a target, or else one.
+
+    `changes`: the settings of a replica.
+    """
+    from flagcore.api.commands.export import export_targets
+
+    values = {name: value for name, value in found.best.candidate.items() if value is not None}
+    words = ["flag", "export", *options.job_words([*changes, f"auto_tuner.space={json.dumps(values)}"]), *HIGHEST]
+    if "kubernetes" in export_targets(found.engine):
+        copies = ["--replicas", str(found.best.replicas)] if found.best.replicas > 1 else []
+        return shlex.join([*words, "--to", "kubernetes", *copies])
+    return shlex.join([*words, "--to", found.engine])

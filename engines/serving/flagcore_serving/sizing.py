@@ -10,16 +10,17 @@ predicted, too, so that the number is that of predictions of each number of repl
 import math
 import statistics
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flagcore import estimate
-from flagcore.api.inputs import LoadedSpec, SpecLike, changed_spec, spec_data
+from flagcore import Estimate, estimate
+from flagcore.api.inputs import LoadedSpec, SpecLike, changed_spec, open_spec, spec_data
 from flagcore.api.runs import read_result
 from flagcore.domain.knob import Knobs
 from flagcore.domain.metrics import HIGHEST_LOAD
@@ -28,8 +29,9 @@ from flagcore.errors import NothingFits, SpecError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.launchers.script import checked_name
 from flagcore.plugins import find_engine
-from flagcore.report.text import values_text
+from flagcore.report.text import limits_text, values_text
 from flagcore.spec.plain_data import dump_yaml
+from flagcore_serving.job import Load, lengths_text
 from flagcore_serving.launch.reports import ServerReports
 from flagcore_serving.load.progress import RESOLUTION
 from flagcore_serving.load.traces import read_trace
@@ -37,6 +39,8 @@ from flagcore_serving.space.hardware import INSTANCES, PREFILL_DECODE
 from flagcore_serving.space.roles import roles
 
 RATE = "serve.profile.request_rate"
+Planned = Callable[[SpecLike], Estimate]
+"""A function that predicts a spec."""
 WHOLE = 8
 """Replicas have any number of devices up to this one. Instances that prefill and others that decode rarely need a power
 of two."""
@@ -61,7 +65,8 @@ class Size:
     - `safe_devices`: the devices if each replica only reaches the low end of the 80% interval of its rate.
     - `rate`: requests per second that one replica serves within the limits. `low_rate`: the low end of its interval.
     - `in_flight`: the mean number of requests that a replica holds at this rate: rate x latency (Little's law).
-    - `ttft_s`, `tpot_s`: medians at this rate. `ttft_p99_s`: the 99th percentile.
+    - `ttft_s`, `tpot_s`: medians at this rate. `ttft_p99_s`: the 99th percentile. `limited`: the statistics that have
+      limits, by latency.
     - `cost_per_hour`, `cost_per_million_tokens`: of all devices, per million output tokens, if the chip has a price.
     """
 
@@ -77,6 +82,7 @@ class Size:
     ttft_s: float
     ttft_p99_s: float
     tpot_s: float
+    limited: Mapping[str, Mapping[str, float]]
     candidate: Mapping[str, KnobValue]
     configuration: str
     cost_per_hour: float | None = None
@@ -88,7 +94,7 @@ def _replicas(rate: float, of_one: float) -> int:
     return max(1, math.ceil(rate / of_one - 1e-9))
 
 
-def sizes_of(spec: LoadedSpec, rate: float, chips: Mapping[str, float | None]) -> list[Size]:
+def sizes_of(spec: LoadedSpec, rate: float, chips: Mapping[str, float | None], planned: Planned) -> list[Size]:
     """Return the sizes that keep the limits of `serve.slo` at `rate` requests per second, the best first.
 
     Each has other devices per replica: from 1 to WHOLE and powers of two up to a node of the spec, and whole nodes up
@@ -104,7 +110,7 @@ def sizes_of(spec: LoadedSpec, rate: float, chips: Mapping[str, float | None]) -
             price = cluster.get("price_per_device_hour")  # that of its own chip
         for nodes, devices in _shapes(spec):
             try:
-                sizes = list(_size(_replica(spec, chip, price, nodes, devices), rate, nodes, devices))
+                sizes = list(_size(_replica(spec, chip, price, nodes, devices), rate, nodes, devices, planned))
                 found += sizes
                 chip = sizes[0].chip if sizes else chip  # a note explains an alias once
             except NothingFits as error:
@@ -149,7 +155,7 @@ def _replica(spec: LoadedSpec, chip: str, price: float | None, nodes: int, per_n
     return changed_spec(spec, changes)
 
 
-def _fewest(spec: LoadedSpec, highest: float, rate: float) -> tuple[int, Mapping[str, Any] | None]:
+def _fewest(spec: LoadedSpec, highest: float, rate: float, planned: Planned) -> tuple[int, Mapping[str, Any] | None]:
     """Return the fewest replicas for a rate, and a configuration that serves more than `highest` if they need one.
 
     `spec`, `highest`: those of `_replica`, and the rate that its search found.
@@ -159,7 +165,7 @@ def _fewest(spec: LoadedSpec, highest: float, rate: float) -> tuple[int, Mapping
     def fits(replicas: int) -> bool:
         changes = {RATE: rate / replicas, "auto_tuner.objective": "goodput_requests_per_s"}
         with suppress(NothingFits):
-            plan = estimate(changed_spec(spec, changes), top=LISTED, distinct=True)
+            plan = planned(changed_spec(spec, changes))
             kept = [each for each in plan.candidates if "last" not in each and not each["slo"]]
             found.update({replicas: kept[0]} if kept else {})
         return replicas in found
@@ -169,14 +175,14 @@ def _fewest(spec: LoadedSpec, highest: float, rate: float) -> tuple[int, Mapping
     return fewest, found.get(fewest)
 
 
-def _size(spec: LoadedSpec, rate: float, nodes: int, per_node: int) -> Iterator[Size]:
+def _size(spec: LoadedSpec, rate: float, nodes: int, per_node: int, planned: Planned) -> Iterator[Size]:
     """Yield the size of replicas on these devices, if the best candidate serves requests within the limits."""
-    plan = estimate(spec, top=LISTED, distinct=True)
+    plan = planned(spec)
     loads = [each for each in plan.candidates if each.get("highest_load") and "last" not in each]
     if not loads:
         return
     best = max(loads, key=lambda each: float(each["highest_load"]))
-    speed, (number, other) = best["objective"], _fewest(spec, float(best["highest_load"]), rate)
+    speed, (number, other) = best["objective"], _fewest(spec, float(best["highest_load"]), rate, planned)
     best = best if other is None else {**other, HIGHEST_LOAD: rate / number}
     low = float(best["highest_load"]) * min(1.0, speed["low"] / speed["value"])
     replica = {
@@ -213,6 +219,7 @@ def _of_figures(spec: LoadedSpec, rate: float, figures: Mapping[str, Any], low: 
     """Return the size whose replicas have these `figures`. `low`: the rate that a replica serves at least. `replica`:
     the fields of `Size` about its devices and its configuration."""
     per_replica, price = float(figures[HIGHEST_LOAD]), _section(spec.data, "cluster").get("price_per_device_hour")
+    slo = _section(_section(spec.data, "serve"), "slo")
     replicas, devices = _replicas(rate, per_replica), replica["devices_per_replica"]
     cost = None if price is None else price * devices * replicas
     output = figures["output_tokens_per_s"] / figures["requests_per_s"] if figures.get("requests_per_s") else 0.0
@@ -227,6 +234,7 @@ def _of_figures(spec: LoadedSpec, rate: float, figures: Mapping[str, Any], low: 
         ttft_s=figures["ttft_s"]["p50"],
         ttft_p99_s=figures["ttft_s"]["p99"],
         tpot_s=figures["tpot_s"]["p50"],
+        limited={name: {each: figures[name][each] for each in bounds} for name, bounds in slo.items()},
         cost_per_hour=cost,
         cost_per_million_tokens=cost / HOUR / (rate * output) * 1e6 if cost is not None and output else None,
     )
@@ -267,6 +275,7 @@ class Sizing:
 
     - `hours`: the hours of a trace with the replicas of the best size.
     - `slo`: the limits in seconds, by latency and statistic.
+    - `assumed`: the requests and the limits for which the sizes are predicted, in words.
     """
 
     rate: float
@@ -275,6 +284,7 @@ class Sizing:
     engine: str
     model: str
     slo: Mapping[str, Mapping[str, float]]
+    assumed: str = ""
 
     @property
     def best(self) -> Size:
@@ -289,12 +299,17 @@ def engine_of(spec: LoadedSpec) -> str:
 
 
 def sizing(
-    spec: SpecLike, rate: float | None, day: str | None, chips: Mapping[str, float | None], run: Path | None = None
+    spec: SpecLike,
+    rate: float | None,
+    day: str | None,
+    chips: Mapping[str, float | None],
+    run: Path | None = None,
+    without: Collection[str] = (),
 ) -> Sizing:
     """Return how many devices keep the limits of a spec at a rate, or at that of the busiest hour of the trace `day`.
 
-    `chips`: as in `sizes_of`. `run`: a run that measured one replica, as in `measured_size`. Raises the errors of
-    `flagcore.estimate`, and UsageError without a rate.
+    `chips`: as in `sizes_of`. `run`: a run that measured one replica, as in `measured_size`. `without`: plugins that
+    are not used. Raises the errors of `flagcore.estimate`, and UsageError without a rate.
     """
     file, data = spec_data(spec)
     serve = data.get("serve")
@@ -309,12 +324,13 @@ def sizing(
         raise UsageError(
             _("--rate {rate:g}: give at most {most:g} requests per second", rate=rate, most=MAX_TOTAL_RATE)
         )
-    loaded = LoadedSpec(file, data)
-    found = sizes_of(loaded, rate, chips) if run is None else [measured_size(loaded, rate, run)]
+    loaded, planned = LoadedSpec(file, data), partial(estimate, top=LISTED, distinct=True, without=without)
+    found = sizes_of(loaded, rate, chips, planned) if run is None else [measured_size(loaded, rate, run)]
     best = found[0]
     spec = _replica(loaded, best.chip, None, best.nodes, best.devices_per_replica // best.nodes)
     numbers = (
-        _replicas(each.rate, best.rate) if run is not None else _fewest(spec, best.rate, each.rate)[0] for each in hours
+        _replicas(each.rate, best.rate) if run is not None else _fewest(spec, best.rate, each.rate, planned)[0]
+        for each in hours
     )
     return Sizing(
         rate=rate,
@@ -323,7 +339,17 @@ def sizing(
         engine=engine_of(loaded),
         model=model if isinstance(model := data.get("model"), str) else "",
         slo=serve.get("slo") or {},
+        assumed=_assumed(loaded),
     )
+
+
+def _assumed(spec: LoadedSpec) -> str:
+    """Return the requests and the limits of a spec, in words."""
+    work: Any = open_spec(changed_spec(spec, {RATE: "auto", "serve.profile.concurrency": None})).spec.work
+    load: Load = work.loads[0]
+    shared = N_("of which all prompts share {count:,}") if load.prefix_len else N_("without a shared prefix")
+    requests = load.trace or ", ".join([lengths_text(load), _(shared, count=load.prefix_len)])
+    return _("for {requests}, within {limits}", requests=requests, limits=limits_text(work.slo))
 
 
 PLANNED = ("vllm", "sglang", "trtllm")

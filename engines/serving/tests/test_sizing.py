@@ -105,6 +105,8 @@ def test_each_hour_has_the_replicas_for_its_busiest_minutes(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_an_autoscaler_keeps_the_requests_in_flight_of_a_replica(found: Sizing) -> None:
     best, target = found.best, math.floor(found.best.in_flight)
+    assert "prompts of 1,000 and answers of 50 tokens" in found.assumed
+    assert "p99 TPOT <= 0.05 s" in found.assumed
     assert best.in_flight == pytest.approx(best.rate * (best.ttft_s + 49 * best.tpot_s), rel=0.2)
     hpa = yaml.safe_load(manifest(found, "hpa", "chat"))["spec"]
     assert hpa["scaleTargetRef"]["name"] == "chat"

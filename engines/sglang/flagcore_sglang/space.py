@@ -12,15 +12,15 @@ from collections.abc import Mapping
 
 import numpy as np
 from flagcore_importers.programs import release, strip_dashes
-from flagcore_models.layers import attention_counts, state_bytes
+from flagcore_models.layers import attention_counts, latent_layers, state_bytes
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_serving.job import EngineArg
 from flagcore_serving.space import adapters, knobs
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
-from flagcore_serving.space.knobs import ASYNC, DRAFTED, EAGER, EXCHANGE, KV, SPECULATION, or_default
+from flagcore_serving.space.knobs import ASYNC, BACKEND, DRAFTED, EAGER, EXCHANGE, KV, SPECULATION, or_default
 from flagcore_serving.space.program import Program
-from flagcore_serving.space.settings import GRAPH_TOKENS, Settings
-from flagcore_serving.space.weights import cache_bytes_per_token
+from flagcore_serving.space.settings import GRAPH_BYTES, GRAPH_TOKENS, Settings
+from flagcore_serving.space.weights import cache_bytes_per_token, context_limit, weight_bytes
 
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
@@ -202,11 +202,16 @@ def chunk_sizes(task: Task, columns: Columns) -> IntArray:
     return np.where(columns[CHUNK] != 0, columns[CHUNK], default)
 
 
-def graph_mib(task: Task, columns: Columns) -> FloatArray:
-    """Return what SGLang expects captured graphs to take on a device, in MiB.
+GRAPH_RANKS = 8
+"""The most attention ranks whose graphs are known to use what SGLang leaves free for them."""
 
-    With attention data parallelism, each rank captures batches of all ranks. Source: sglang 0.5.23 `memory_hook.py`
-    (`reserve_for_graph_mb`); 20 GB with 32 ranks and with 8 ranks (sgl-project/sglang #24453, #25453).
+
+def graph_mib(task: Task, columns: Columns) -> FloatArray:
+    """Return what SGLang's default share leaves free for captured graphs on a device, in MiB.
+
+    With attention data parallelism, it grows with the ranks. Source: sglang 0.5.23 `memory_hook.py`
+    (`reserve_for_graph_mb`). Servers of 8 and 32 ranks used 20 GB of it (sgl-project/sglang #25453, #24453), others of
+    72 less than 13 (lmsys.org, 2025-05-05, large-scale EP), so only up to 8 ranks are counted as using it.
     """
     ranks = columns[DP]
     largest = np.where(columns[EAGER] == 1, 0, memory_defaults(task, columns[TP] * ranks)[1])
@@ -226,6 +231,47 @@ def memory_share(task: Task, columns: Columns) -> FloatArray:
     if mib > 60 * 1024:
         reserved_mib = np.maximum(reserved_mib, 10 * 1024)
     return np.round((mib - reserved_mib) / mib, 3)
+
+
+def _is_aiter(task: Task, columns: Columns) -> BoolArray:
+    """Return which candidates have the attention backend of AMD's chips, which is their default."""
+    is_default = task.cluster.groups[0].chip.architecture.startswith("gfx9")
+    given = columns[BACKEND]
+    return np.asarray((given == PROGRAM.code(BACKEND, "aiter")) | ((given == 0) & is_default))
+
+
+def _contexts(task: Task, columns: Columns) -> IntArray:
+    """Return the context length that the servers have: by default the model's."""
+    return or_default(columns[knobs.CONTEXT], context_limit(task.spec) or longest_request(task))
+
+
+LONG_FOR_AITER = 8192
+"""Tokens of a context above which SGLang multiplies the share of memory by 0.85 for this backend, also a share that is
+set, unless SGLANG_AITER_HONOR_EXPLICIT_MEM_FRACTION is (0.5.9 to 0.5.18 `server_args.py`, 0.5.23
+`arg_groups/attention_hook.py`)."""
+
+
+def _workspace(task: Task, columns: Columns, share: FloatArray, element: FloatArray) -> FloatArray:
+    """Return the bytes on a device beside weights, cache and usual graphs: of attention ranks' graphs, and of `aiter`.
+
+    The latter are partial results in fp32: one for each sequence, query head and 256 tokens of the context. Unless set,
+    sequences are 512 for each longest context in the cache, 2,048 to 4,096. Latent attention has none. Sources: sglang
+    0.5.23 `aiter_backend.py` (`workspace_buffer`), `pool_configurator.py`; 51.75 GB in sgl-project/sglang pull request
+    18263.
+    """
+    model, tensor, is_aiter = task.spec.model, columns[TP].clip(1), _is_aiter(task, columns)
+    usual = GRAPH_BYTES * model.num_layers / columns[PP].clip(1)
+    has_graphs = (columns[DP] > 1) & (columns[DP] <= GRAPH_RANKS) & (not Hardware.of(task).on_cores)
+    graphs = np.where(has_graphs, np.maximum(graph_mib(task, columns) * 2.0**20 - usual, 0.0), 0.0)
+    if latent_layers(model) or not is_aiter.any():
+        return graphs
+    context = _contexts(task, columns).astype(np.float64)
+    free = share * Hardware.of(task).memory_bytes - weight_bytes(task) / (tensor * columns[PP].clip(1))
+    tokens = np.maximum(free, 0.0) * tensor * columns[PP].clip(1) / (cache_bytes_per_token(model, 1.0) * element)
+    sequences = np.clip(tokens / context * 512.0, 2048.0, 4096.0)
+    sequences = np.where(columns[RUNNING] > 0, columns[RUNNING] / columns[DP], sequences)
+    parts = sequences * np.ceil(context / 256.0) * model.num_attention_heads / tensor
+    return graphs + np.where(is_aiter, parts * (4.0 * (model.kv_channels or 0) + 8.0), 0.0)
 
 
 def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
@@ -266,6 +312,10 @@ def settings(task: Task, columns: Columns) -> Settings:
     devices = hardware.share(values[INSTANCES]) if hardware.on_cores else ranks
     element = element_bytes(task, values)
     share = knobs.shares(values[MEMORY], memory_share(task, values))
+    is_long = _is_aiter(task, values) & (_contexts(task, values) > LONG_FOR_AITER)
+    if task.spec.envs.get("SGLANG_AITER_HONOR_EXPLICIT_MEM_FRACTION") in ("1", "true"):
+        is_long &= values[MEMORY] == 0
+    share = np.where(is_long, 0.85 * share, share)
     given = other_args.get("mamba-full-memory-ratio")
     ratio = float(given) if isinstance(given, (int, float)) and given > 0 else STATE_RATIO
     return Settings.of(
@@ -279,7 +329,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         chunked=(chunk > 0).astype(np.int64),
         mixed_chunks=(values[MIXED] > 0) & (chunk > 0),
         graph_tokens=np.where((values[EAGER] == 0) & (not hardware.on_cores), largest_graph(task) or GRAPH_TOKENS, 0),
-        graph_bytes=np.where((values[DP] > 1) & (not hardware.on_cores), graph_mib(task, values) * 2.0**20, np.nan),
+        workspace_bytes=_workspace(task, values, share, element),
         memory_fraction=np.full(ranks.shape, np.nan) if hardware.on_cores else share,
         cache_bytes=_cache_bytes(task, other_args, values, devices, element),
         cache_element_bytes=element,

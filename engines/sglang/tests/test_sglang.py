@@ -9,7 +9,7 @@ from flagcore_models.mixers.indexer import Indexer
 from flagcore_sglang.engine import ENGINE as ENGINE
 
 from engines.models.tests.examples import mixed
-from engines.serving.tests.engines.tasks import broken, planned, server, settings
+from engines.serving.tests.engines.tasks import GIB, broken, planned, server, settings
 from flagcore.api import estimate_jobs
 from tests.product.serving_inputs import LATENT
 from tests.product.tasks import DENSE
@@ -122,6 +122,16 @@ def test_sparse_latent_attention_caches_fp8_by_default_on_new_chips(
     assert settings(task, **words).cache_element_bytes.item() == 2.0
     task = replace(task, spec=replace(task.spec, model=SPARSE))
     assert settings(task, **words).cache_element_bytes.item() == element
+
+
+def test_the_attention_backend_of_amd_lowers_the_share_and_has_a_workspace() -> None:
+    given = {"memory": 288 * GIB, "weights": "Qwen/Qwen3-30B-A3B", "devices": 1}
+    task = cards(engine_args={"max-running-requests": 2048}, **given)
+    plain, aiter = (settings(task, attention_backend=name) for name in ("triton", "aiter"))
+    assert aiter.memory_fraction.item() == pytest.approx(0.85 * plain.memory_fraction.item())
+    assert plain.workspace_bytes.item() == 0.0
+    heads, width = task.spec.model.num_attention_heads, task.spec.model.kv_channels or 0
+    assert aiter.workspace_bytes.item() == 2048 * heads * 160 * (4 * width + 8)  # 40,960 tokens in parts of 256
 
 
 def test_the_largest_decode_graph_is_that_of_the_flags() -> None:

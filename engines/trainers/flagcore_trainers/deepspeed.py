@@ -5,7 +5,8 @@ Sources: DeepSpeed 0.19 `runtime/config.py`, `runtime/zero/config.py` and `runti
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,30 +27,32 @@ from flagcore_training.lengths import length_warnings
 from flagcore_training.rules import RuleTable
 from flagcore_training.time.step import replica_wait
 
-from flagcore.contracts import Commands, Costs, Engine, Published
+from flagcore.contracts import Commands, Costs, Engine, Platform, Published
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import Start
+from flagcore.domain.launch import Launch, Start
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
 from flagcore.i18n import _
-from flagcore.spec.plain_data import package_yaml
-from flagcore_trainers import start
+from flagcore.spec.plain_data import Notes, package_yaml
+from flagcore_trainers import framework, start
 from flagcore_trainers.fully_shard import AC
 from flagcore_trainers.fully_shard.traffic import INTERVAL, with_torch_attention
 from flagcore_trainers.importing import DEEPSPEED as DEEPSPEED_SETTINGS
+from flagcore_trainers.importing import MICRO as MICRO_FLAG
 from flagcore_trainers.importing import (
+    MICRO_KEY,
     Imported,
     check_sizes,
     effects_of_deepspeed,
     spec_of_deepspeed,
 )
 from flagcore_trainers.meaning import RECOMPUTE, layout_of, training, weights_of_rank, with_fused_kernels
-from flagcore_trainers.program import StateSection
-from flagcore_trainers.recipes import framework_of
+from flagcore_trainers.program import KnobRow, StateSection
+from flagcore_trainers.recipes import framework_of, on_deepspeed
 from flagcore_trainers.trainer import Trainer
 
 FLAGS = ("--deepspeed_config", "--deepspeed-config", "--ds_config", "--ds-config", "--deepspeed")
@@ -131,8 +134,35 @@ class DeepSpeed(Trainer):
         return [*(each for each in super().spec_warnings(spec) if not each.startswith(usual)), *own]
 
     def ready(self, spec: Spec) -> None:
+        if name := framework.kept_framework(spec):
+            problem, fix = _("is {framework}'s, which trials do not start", framework=name), _("use `flag export`")
+            raise SpecError(key="train.command", problem=problem, fix=fix)
         super().command(spec)
         super().ready(spec)
+
+    def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
+        spec, values = platform.task.spec, candidate.as_dict()
+        if framework.kept_framework(spec) is None or not for_real:
+            super().command(spec)
+            return super().launch(platform, candidate, folder, for_real=for_real)
+        read = framework.reading(spec)
+        own = on_deepspeed(read, spec.model.hidden_size, Notes())[1]
+        numbers = {
+            name: int(each[0])
+            for name, each in self.numbers(platform.task, self.columns(platform.task, values)).items()
+        }
+        config = None
+        if own[ZERO] or values[ZERO] or values[OFFLOAD] != "none":
+            config = start.changed(framework.ds_config(read), self._keys(platform.task, candidate, for_real=True))
+        return framework.launch(
+            spec,
+            folder,
+            given={name: values[name] for name in (AC, AUTOTP, ULYSSES)},
+            own={AUTOTP: 1, ULYSSES: 1, **own},
+            micro_batch_size=numbers[MICRO],
+            microbatches=numbers["gradient_accumulation_steps"],
+            config=config,
+        )
 
     def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
         command, train = self.command(task.spec), task.spec.train
@@ -140,8 +170,8 @@ class DeepSpeed(Trainer):
         return [*found, *DEEPSPEED_SETTINGS.of_environment(task.spec)]
 
     def command(self, spec: Spec) -> start.Command:
-        """Return the user's command, or an empty one for a spec without a command, which is only predicted."""
-        if spec.train.command is None:
+        """Return the user's command, or an empty one if trials cannot start it."""
+        if spec.train.command is None or framework.kept_framework(spec):
             return start.Command(words=(), directory=".")
         command = super().command(spec)
         stage = start.value_at(command.content, STAGE_KEY)
@@ -150,6 +180,19 @@ class DeepSpeed(Trainer):
             raise SpecError(key=STAGE_KEY, value=stage, problem=_("is not a stage of ZeRO from 0 to 3"), fix=fix)
         check_sizes(command.content, command.config)
         return command
+
+    def content(self, spec: Spec) -> Mapping[str, Any]:
+        """Return the configuration of DeepSpeed that the command names, or an empty one if no file here has it."""
+        if framework.kept_framework(spec):
+            return framework.ds_config(framework.reading(spec))
+        with suppress(SpecError):
+            return self.command(spec).content
+        return {}
+
+    def _own_values(self, spec: Spec) -> Iterator[tuple[KnobRow, Knob, Any, KnobValue | None]]:
+        for row, knob, given, value in super()._own_values(spec):
+            is_auto = knob.name == ZERO and given == "auto"
+            yield row, knob, given, AUTO_STAGE * _is_filled_in(spec, self.content(spec)) if is_auto else value
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return the values of the configuration. Without `overlap_comm`, only ZeRO 3 overlaps, as in DeepSpeed."""
@@ -168,35 +211,52 @@ class DeepSpeed(Trainer):
     def buffers(self, task: Task, columns: Columns, numbers: Mapping[str, IntArray]) -> Mapping[str, FloatArray]:
         """Return the bytes of gathered weights and of the buffers in which a backward collects gradients.
 
-        Weights of ZeRO 3 that are used again within REUSED elements stay gathered: at the end of the forward, these are
-        the last half of it. They are prefetched into a buffer, from which they are copied one by one. With hpZ, a rank
-        also has a share of a second copy, but for small weights, which stay whole. ZeRO 3 allocates the buffer of
-        gradients once. Others do in the backward of the first micro-batch, ZeRO 1 until the step; two if exchanges
-        overlap. Between steps, they have no gradients. ZeRO also has main weights of trained fp32 weights. A bucket has
-        its size with adapters, too. Source: DeepSpeed 0.19 `partitioned_param_coordinator.py`,
-        `partition_parameters.py`, `stage3.py` and `stage_1_and_2.py` of `runtime/zero`.
+        Weights of ZeRO 3 that are used again within a distance stay gathered: at the end of the forward, these are the
+        last half of it, and the head. They are prefetched into a buffer, from which they are copied one by one. With
+        hpZ, a rank also has a share of a second copy, but for small weights, which stay whole. ZeRO 3 allocates the
+        buffer of gradients once. Others do in the backward of the first micro-batch, ZeRO 1 until the step; two if
+        exchanges overlap. Between steps, they have no gradients. ZeRO also has main weights of trained fp32 weights. A
+        bucket has its size with adapters, too. In the step, the gradients of a group are concatenated, and the result
+        is copied to fp32: 6.0 bytes per 16-bit weight counted on two ranks. An optimizer on the host has the gradients
+        that ranks share, and weights may be there, too. `cached`: with overlap, ZeRO 3 gathers and reduces on streams
+        of their own, whose blocks the allocator gives to no other. Source: DeepSpeed 0.19.8
+        `partitioned_param_coordinator.py`, `partition_parameters.py`, `stage3.py` and `stage_1_and_2.py` of
+        `runtime/zero`, `runtime/comm/coalesced_collectives.py`.
         """
         u = 4.0 if task.spec.train.precision == "fp32" else 2.0
-        layout, zero = layout_of(numbers), numbers[ZERO]
-        small = small_weights(task.spec.model)
+        layout, zero, model = layout_of(numbers), numbers[ZERO], task.spec.model
+        content, is_zero_3, is_on_host = self.content(task.spec), zero == 3, numbers[OFFLOAD] == 1
+        sizes = _sizes_of_zero(task.spec, content)
+        small = small_weights(model, sizes[PERSISTENT])
         train = training(task, 3, 0, self.described.state_bytes)
         weights = weights_of_rank(train, layout) - small
-        live = np.minimum(weights, REUSED / 2.0 + PREFETCHED) + small
+        prefetch = min(sizes[PREFETCHED], sizes[LIVE])
+        live = np.minimum(weights, max(sizes[REUSED] / 2.0, model.vocab_size * model.hidden_size) + prefetch) + small
         groups = np.maximum(columns.get(HPZ, 1), 1)
         count, ranks = weights_of_rank(train, layout, only_trained=True), layout.data * layout.context
-        gathered = np.where((zero == 3) & (ranks > 1), u * (live + weights / groups * (groups > 1)), 0.0)
-        prefetched = np.where((zero == 3) & (ranks > 1), u * np.minimum(weights, PREFETCHED), 0.0)
-        bucket = columns.get(BUCKET, 0) * u * (1.0 + (columns.get(OVERLAP, 0) != 0) * (zero < 3)) * (zero > 0)
-        stays = np.where((zero == 3) | ((zero == 1) & (layout.microbatches > 1)), bucket, 0.0)
+        gathered = np.where(is_zero_3 & (ranks > 1), u * (live + weights / groups * (groups > 1)), 0.0)
+        prefetched = np.where(is_zero_3 & (ranks > 1), u * np.minimum(weights, prefetch), 0.0)
+        overlaps = columns.get(OVERLAP, 0) != 0
+        bucket = columns.get(BUCKET, 0) * u * (1.0 + overlaps * (zero < 3)) * (zero > 0)
+        stays = np.where(is_zero_3 | ((zero == 1) & (layout.microbatches > 1)), bucket, 0.0)
         main = np.where(zero > 0, 4.0 * count / ranks, 0.0) * (u == 4.0)
         gradients = (u if u == 4.0 else self.described.state_bytes.gradients) * count / np.where(zero == 2, ranks, 1.0)
-        return {
-            "between": main + np.where(zero == 3, bucket + u * small, -gradients),
+        group = np.where(is_zero_3, np.minimum(count / ranks, sizes[GROUP]), count / np.where(zero > 0, ranks, 1.0))
+        step = np.where(is_on_host, 0.0, (u * (zero > 0) + 4.0 * (u == 2.0)) * group)
+        host = np.where(is_on_host & (zero > 1), (u if u == 4.0 else 2.0) * count / ranks, 0.0)
+        if start.value_at(content, f"zero_optimization.{PARAMETERS}.device") in ("cpu", "nvme"):
+            host = host + np.where(is_zero_3, u * weights / ranks, 0.0)
+        between = main + np.where(is_zero_3, bucket + u * small, -gradients)
+        moments = {
+            "between": between,
+            "step": step + np.maximum(between, 0.0),
             "forward": main + gathered + prefetched + stays,
             "loss": main + gathered + stays,
             **dict.fromkeys(("head", "layer"), main + gathered + bucket),
             "end": main + bucket,
         }
+        cached = np.where(is_zero_3 & overlaps, gathered + prefetched + bucket, 0.0)
+        return {name: each - host for name, each in moments.items()} | {"cached": cached}
 
     def _exposed_seconds(
         self, task: Task, columns: Columns, costs: Costs, numbers: Mapping[str, IntArray], found: Predictions
@@ -240,7 +300,7 @@ class DeepSpeed(Trainer):
         return Published(task, dict(values), noted, [*length_warnings(task.spec.train, noted), *_one_by_one(task)])
 
     def task_warnings(self, task: Task) -> Sequence[str]:
-        return [*super().task_warnings(task), *_one_by_one(task)]
+        return [*super().task_warnings(task), *_one_by_one(task), *framework.loss_warnings(task)]
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         def broken(columns: Columns) -> BoolArray:
@@ -282,9 +342,15 @@ class DeepSpeed(Trainer):
         return keys | {"data_parallel_size" if sequence > 1 else "sequence_parallel_size": None}
 
 
-REUSED, PREFETCHED, PERSISTENT = 1e9, 5e7, 100_000
-"""DeepSpeed's defaults of `stage3_max_reuse_distance`, `stage3_prefetch_bucket_size` and
-`stage3_param_persistence_threshold`, in elements."""
+GROUP, PARAMETERS = "sub_group_size", "offload_param"
+REUSED, LIVE, PREFETCHED, PERSISTENT = (
+    f"stage3_{name}"
+    for name in ("max_reuse_distance", "max_live_parameters", "prefetch_bucket_size", "param_persistence_threshold")
+)
+SIZES_OF_ZERO = {GROUP: 1e9, REUSED: 1e9, LIVE: 1e9, PREFETCHED: 5e7, PERSISTENT: 1e5}
+"""Sizes of ZeRO 3 in elements, with the defaults of DeepSpeed 0.19.8 `runtime/zero/config.py`."""
+AUTO_STAGE = 2
+"""What accelerate fills in for a stage that is `auto` (1.15 `utils/dataclasses.py`). DeepSpeed's own default is 0."""
 PEAKS = ("peak_allocated_bytes", "reserved_bytes", "device_used_bytes")
 """Predictions of a peak of memory, in bytes."""
 EXCHANGE = "dp_comm_exposed_s"
@@ -295,15 +361,38 @@ From three candidates of DeepSpeed 0.19 on two CPU cores: 0.8 to 1.0 ms. Publish
 micro-batches of 256 to 768 tokens need 0.2 to 0.5 ms more."""
 
 
-def small_weights(model: Model) -> int:
-    """Return the number of weights in tensors that each rank of ZeRO 3 keeps whole, as they are small."""
+def _is_filled_in(spec: Spec, content: Mapping[str, Any]) -> bool:
+    """Return whether Hugging Face's Trainer starts DeepSpeed, and fills in what is `auto`."""
+    command = spec.train.command or ()
+    rows = spec.train.program.get("knobs", {}) if isinstance(spec.train.program, Mapping) else {}
+    words = " ".join((*command, *spec.train.flags, str(rows)))
+    return MICRO_FLAG in words or framework_of(command) is not None or content.get(MICRO_KEY) == "auto"
+
+
+def _sizes_of_zero(spec: Spec, content: Mapping[str, Any]) -> dict[str, float]:
+    """Return the sizes of ZeRO 3 in elements. Hugging Face's Trainer fills in two of them for `auto`.
+
+    Source: transformers 5.24 `integrations/deepspeed.py`.
+    """
+    hidden, found = spec.model.hidden_size, dict(SIZES_OF_ZERO)
+    for name in found:
+        value = start.value_at(content, f"zero_optimization.{name}")
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            found[name] = float(value)
+        elif value == "auto" and _is_filled_in(spec, content):
+            found[name] = {PREFETCHED: 0.9 * hidden**2, PERSISTENT: 10.0 * hidden}.get(name, found[name])
+    return found
+
+
+def small_weights(model: Model, most: float) -> int:
+    """Return the number of weights in tensors of at most `most` elements, which each rank of ZeRO 3 keeps whole."""
     h, own = model.hidden_size, without_repeats(model)
     sizes = [(h, 1 + connections(model)), (model.vocab_size * h, 1 + model.untie_embeddings_and_output_weights)]
     sizes += [(mixer.other_weights, number) for mixer, number in mixer_counts(own).items()]
     products = Counter(product_counts(own)) + Counter(layer_embeddings(model))
     for product, number in products.items():
         sizes += [(product.inputs * each.width, number * product.copies) for each in product.layers]
-    return sum(size * number for size, number in sizes if size <= PERSISTENT)
+    return sum(size * number for size, number in sizes if size <= most)
 
 
 def _one_by_one(task: Task) -> list[str]:

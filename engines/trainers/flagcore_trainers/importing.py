@@ -28,6 +28,7 @@ Imported = tuple[dict[str, Any], Sequence[ImportNote]]
 TABLES: Any = package_yaml(__package__, "importing.yaml")
 MICRO, STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 """Arguments of Hugging Face's Trainer, and of scripts that follow it."""
+MICRO_BATCH = "micro_batch_size"
 MICRO_KEY = "train_micro_batch_size_per_gpu"
 SIZES = {MICRO: MICRO_KEY, STEPS: STEPS}
 """The key of DeepSpeed's configuration for each of these arguments."""
@@ -192,7 +193,7 @@ def effects_of_deepspeed(words: Sequence[str], content: Mapping[str, Any], prefi
     """
     given = dict(flat(content))
     stage, device = (given.get(f"zero_optimization.{key}") for key in ("stage", "offload_optimizer.device"))
-    idle = [OF_ZERO_3] * (stage not in (3, "3", "auto")) + [OF_OFFLOAD] * (device in (None, "none"))
+    idle = [OF_ZERO_3] * (stage not in (3, "3")) + [OF_OFFLOAD] * (device in (None, "none"))
     found = [
         (key, f"{prefix}{key}", value)
         for key, value in given.items()
@@ -281,9 +282,16 @@ def starts_torchtitan(command: UserCommand | None) -> bool:
 
 
 def _titan(words: Sequence[str], content: Mapping[str, Any]) -> Reading:
-    """Return the settings of torchtitan: those of a command over those of its file."""
+    """Return the settings of torchtitan: those of a command over those of its file, or of its registry."""
     options = {name: value for name, value, _start, _end in placed(words)}
-    return Reading(TITAN, {**dict(flat(content)), **options}, {})
+    return Reading(TITAN, {**_of_registry(options), **dict(flat(content)), **options}, {})
+
+
+def _of_registry(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the named configuration of torchtitan sets, by the first key of each meaning. Empty if unknown."""
+    row = TABLES["titan_registry"].get(str(options.get("config")).replace("-", "_"), ())
+    names = ("seq_length", "micro_batch_size", TP, AC)
+    return {TITAN.keys[name][0]: value for name, value in zip(names, row, strict=False)}
 
 
 def _first(read: Reading, target: str) -> tuple[str, Any]:
@@ -316,6 +324,8 @@ def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: 
     if notes.problems:
         raise join_errors(notes.problems)
     program = _titan_program(read, sizes[2], knobs if file else None, notes)
+    if not file and (rows := _registry_rows(words)):
+        program["knobs"] = rows
     note_effects(effects_of_torchtitan(command.arguments, content), notes)
     train: dict[str, Any] = {"engine": "torchtitan", "seq_length": length, "global_batch_size": size}
     train |= {"precision": "bf16", "command": _without_shards(words, read), "directory": str(directory)}
@@ -334,6 +344,16 @@ def _titan_program(read: Reading, stages: int, knobs: Sequence[str] | None, note
         rows = {name: _titan_row(name, *each) for name, each in found.items() if each[0]}
         program["knobs"] = {**rows, AC: rows.get(AC, {"flag": f"--{TITAN.keys[AC][0]}"})}
     return program
+
+
+def _registry_rows(words: Sequence[str]) -> dict[str, Any]:
+    """Return rows with the values of knobs that the registry sets, and the command does not."""
+    options = {name: value for name, value, _start, _end in placed(words)}
+    own = _of_registry(options)
+    found = {name: own.get(key) for name in (MICRO_BATCH, TP, AC) if (key := TITAN.keys[name][0]) not in options}
+    if any(each.startswith("activation-checkpoint:") for each in words):
+        found.pop(AC, None)
+    return {name: {"default": value} for name, value in found.items() if value not in (None, 1, "selective")}
 
 
 def _without_shards(words: list[str], read: Reading) -> list[str]:
@@ -400,10 +420,34 @@ def replicas_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> 
     return key, count_of(value)
 
 
+def stage_micro_batch(words: Sequence[str], content: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the key of the samples of a micro-batch of torchtitan's pipelines, and their number: by default 1."""
+    read = _titan(words, content)
+    return TITAN.keys["pipeline_micro_batch"][0], read.number("pipeline_micro_batch") or 1
+
+
+def lacks_graphs(words: Sequence[str], content: Mapping[str, Any]) -> bool:
+    """Return whether torchtitan refuses a command because of CUDA graphs, which are on since 0.3.
+
+    They support no pipelines, and of the dispatchers of experts only those without exchanges with the host. Source:
+    torchtitan 0.3.0 `trainer.py`, `_validate_cuda_graphs`.
+    """
+    given = {**dict(flat(content)), **{name_of(name): value for name, value in _options(words).items()}}
+    named = (CONFIG_FILE, "training.disable_cuda_graphs")
+    if any(name_of(each) in map(name_of, given) for each in named):
+        return False
+    if (_titan(words, content).number(PP) or 1) > 1:
+        return True
+    is_static = re.search("hybridep|minimal_async_ep", str(given.get("config")))
+    return count_of(option(words, "parallelism.expert_parallel_degree")) > 1 and not is_static
+
+
 def effects_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> list[Unmodelled]:
     """Return the effects of a file's keys and of a command's options that predictions do not include."""
     given = dict(flat(content))
     for written, value in _options(words).items():
+        if name_of(written) in TABLES["launcher_flags"]:
+            continue
         section, _, key = (name := written[2:]).rpartition(".")
         positive, is_no = f"{section}.{key[3:]}", key.startswith(("no-", "no_"))
         if is_no and TORCHTITAN.is_listed(positive) and not TORCHTITAN.is_listed(name):

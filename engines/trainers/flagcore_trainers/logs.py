@@ -24,11 +24,11 @@ NUMBER = r"[\d.,]+(?:[eE][-+]?\d+)?"
 FORMATS: Mapping[str, str] = {
     "megatron": (
         rf"iteration\s+(?P<step>\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\):\s*(?P<ms>{NUMBER})"
-        r"(?:.*?lm loss:\s*(?P<loss>[^\s|]+))?"
+        r"(?:.*?lm loss:\s*(?P<loss>[^\s|]+))?(?:.*?grad norm:\s*(?P<norm>[^\s|]+))?"
     ),
     "deepspeed": rf"\[(?P<at>{TIMESTAMP})\].*?\[Rank 0\] step=(?P<step>\d+), skipped=",
     "torchtitan": (
-        r"step:\s*(?P<step>\d+)\s+loss:\s*(?P<loss>\S+)(?:\s+grad_norm:\s*\S+)?"
+        r"step:\s*(?P<step>\d+)\s+loss:\s*(?P<loss>\S+)(?:\s+grad_norm:\s*(?P<norm>\S+))?"
         rf"(?:\s+memory:\s*(?P<gib>{NUMBER})GiB\(\S+\))?\s+tps:\s*(?P<tokens_per_s_per_device>{NUMBER})"
     ),
     "huggingface": r"\{'loss': '?(?P<loss>[^,'}]+)'?.*?'epoch':",
@@ -94,6 +94,7 @@ class Log:
         self.times: dict[str, float] = {}
         self.unusable: list[str] = []
         self.losses: list[float | None] = []
+        self.norms: list[float | None] = []
         self.peak_bytes: int | None = None
         self.values: dict[str, str] = {}
         self.last = self.too_slow = ""
@@ -183,6 +184,7 @@ class Log:
             self.unusable.append(stated)
         if (loss := groups.get("loss")) is not None:
             self.losses.append(_number(loss))
+            self.norms.append(_number(groups.get("norm")))
 
     def _seconds(self, groups: Mapping[str, str | None]) -> float | None:
         amounts = {"s": 1.0, "ms": 1e-3}

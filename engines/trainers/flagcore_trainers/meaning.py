@@ -16,11 +16,13 @@ from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
 from flagcore_training.memory.states import gathered_bytes, split_parameters, states_of, step_bytes, trained_parts
 from flagcore_training.memory.training import InUse, Memory, in_use, memory_in_use
+from flagcore_training.peft import Peft
 from flagcore_training.stages import stage
 from flagcore_training.time.step import step_time
 from flagcore_training.weights import parts_of_model, stage_parameters
 
 from flagcore.contracts import Costs, Plans
+from flagcore.domain.lengths import LONGEST
 from flagcore.domain.prediction import ModelPart, Predictions
 from flagcore.domain.space import Columns, FloatArray, IntArray, Rule
 from flagcore.domain.spec import Task
@@ -171,6 +173,8 @@ def training(task: Task, stage: int, offload: int, states: StateSection) -> Trai
         overlap_grad_reduce=True,
         fused_adam=states.fused_adam,
         adapter=train.adapter,
+        peft=Peft.of(task.spec.model),
+        linked_devices=float(task.cluster.linked_devices),
     )
     return Training(
         model=task.spec.model,
@@ -233,7 +237,10 @@ def _predict(
 def _plain_memory(train: Training, layout: Layout, costs: Costs, buffers: Mapping[str, FloatArray] | None) -> InUse:
     """Return the memory of plain layers of torch. With a pipeline, the shared formulas apply.
 
-    What `buffers` has as `between` stays between steps; gradients that do not are negative.
+    What `buffers` has as `between` stays between steps; gradients that do not are negative. `step`: above the states
+    in the optimizer's step. `cached`: blocks that the allocator reserves for other streams. Samples of several lengths
+    leave blocks that are too small for longer ones: with lengths that double, as many bytes as the longest sample's.
+    The allocator frees what it only caches before memory runs out, so this alone fits.
     """
     used = memory_in_use(train, layout, costs)
     is_alone = np.flatnonzero(layout.pipeline == 1)
@@ -245,14 +252,18 @@ def _plain_memory(train: Training, layout: Layout, costs: Costs, buffers: Mappin
         buffers = dict.fromkeys(("forward", "loss", "head", "layer"), gathered)
     else:
         buffers = {name: each[is_alone] for name, each in buffers.items()}
-    between = buffers.pop("between", np.zeros_like(alone.data))
+    zeros = np.zeros_like(alone.data)
+    between, cached = (buffers.pop(name, zeros) for name in ("between", "cached"))
+    dense, experts = split_parameters(trained_parts(train, parameters))
+    update = buffers.pop("step") if "step" in buffers else step_bytes(train, alone, dense, experts)
     states = used.memory.static[is_alone]
     above = plain.moments(train, alone).plus(**buffers).highest()
-    update = step_bytes(train, alone, *split_parameters(trained_parts(train, parameters))) + np.maximum(between, 0.0)
     peak = states + np.maximum(above, update)
     stages = used.memory.worst_stage[is_alone]
     memory = Memory(static=states + between, activation=above - between, peak=peak, worst_stage=stages)
-    own_use = in_use(costs.memory, memory, alone)
+    has_lengths = train.lengths is not None and train.lengths.batching == LONGEST
+    cached = np.maximum(states + update + cached - peak, 0.0) + plain.moments(train, alone).highest() * has_lengths
+    own_use = in_use(costs.memory, memory, alone, train, cached)
     for values, own in (
         (used.memory.static, memory.static),
         (used.memory.activation, memory.activation),

@@ -185,7 +185,8 @@ def _row_problems(name: str, row: KnobRow, program: ProgramSection) -> Iterator[
         allowed, rule = range(1, 2**31 + 1), "a positive whole number"
         if meaning in LARGEST:
             allowed, rule = range(LARGEST[meaning] + 1), f"a number from 0 to {LARGEST[meaning]}"
-        if wrong := [value for value, number in numbers_of(row).items() if number not in allowed]:
+        numbers = numbers_of(row).items()  # to find None, a range would look at all that it has
+        if wrong := [value for value, number in numbers if number is None or number not in allowed]:
             fix = f"write what each value means, as in {wrong[0]}: {allowed[0]}"
             yield spec_error((*at, "values"), f"mean no {meaning}, which is {rule}", value=[*wrong], fix=fix)
     if row.default is not None and as_value(row, row.default) not in values_of(row):
@@ -248,4 +249,5 @@ def knob_of(name: str, row: KnobRow) -> Knob:
         auto_help="the values in train.program",
         flags=(Flag(name=row.flag.lstrip("-")),) if row.flag else (),
         memory_order=1 if meaning == "micro_batch_size" else 0,
+        answers="seeds",  # also data, which many programs divide by their layout
     )

@@ -41,7 +41,7 @@ SCHEDULES = {"interleaved1f1b": "interleaved", "zbvzerobubble": "zbv", "dualpipe
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 STAGE, DEVICE = "zero_optimization.stage", "zero_optimization.offload_optimizer.device"
 BUCKET, OVERLAP = "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm"
-OF_SHARDS = (fs.OFFLOAD, fs.COMPILE, "reshard", "shard", "replicate")
+OF_SHARDS = (fs.OFFLOAD, fs.COMPILE, "reshard", "shard", "replicate", "synchronizes")
 """Meanings that only jobs on FSDP have."""
 DEPTHS = "mtp_num_layers"
 MEGATRON_NAMES = (*MEGATRON["knobs"], *MEGATRON["settings"], *MEGATRON["ends"], *RECOMPUTE, DEPTHS)
@@ -137,9 +137,12 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
     if notes.problems:
         raise join_errors(notes.problems)
     shape = model_from(section, base=directory)
-    own, baseline = _part(read, shape, devices, replicas, train, notes)
+    own, baseline = _part(read, shape, devices, replicas, notes)
     if "command" not in own:
         text = f"trials of {own['engine']} do not start it: the spec is for `flag estimate`"
+        if not read.on_megatron:
+            own |= {"command": [*read.words], "directory": str(read.directory)}
+            text += " and `flag export`"
         notes.note("command", text, "train.engine")
     _note_unread(read, notes)
     targets = train.get("adapter", {}).get("targets")
@@ -173,18 +176,14 @@ def _precision(read: Reading) -> str:
     return "fp32" if read.is_on("fp32") and not read.is_on("bf16") else "bf16"
 
 
-def _part(read: Reading, shape: Model, devices: int, replicas: int, train: Mapping[str, Any], notes: Notes) -> Part:
+def _part(read: Reading, shape: Model, devices: int, replicas: int, notes: Notes) -> Part:
     """Return the part of `train` with the engine, and the values of its knobs."""
     is_ddp = devices > 1 and not (read.is_on("fsdp") or read.size(fs.EP) > 1)
     if read.on_megatron:
         return _on_megatron(read, shape)
     if is_ddp or read.is_on("deepspeed") or any(key.startswith("deepspeed.") for key in read.given):
-        return _on_deepspeed(read, shape.hidden_size, notes)
-    own, baseline = _on_fsdp(read, replicas)
-    if train["precision"] != "bf16" or "adapter" in train or read.is_on("fsdp"):
-        read.drop("pure")
-    elif read.is_on("pure"):
-        baseline |= {fs.STATES: "bf16", fs.REDUCE: "bf16"}  # the optimizer has the weights themselves
+        return on_deepspeed(read, shape.hidden_size, notes)
+    own, baseline = on_fsdp(read, replicas)
     if devices > 1 and not read.is_on("fsdp"):
         notes.note("ddp", "replicas with different experts are predicted as if they shared weights", "train.engine")
     return own, baseline
@@ -245,7 +244,7 @@ def _adapter(read: Reading, notes: Notes) -> dict[str, Any]:
         "dora" if read.is_on("dora") else kind, read.number("rank"), targets, _base(read, kind, notes)
     )
     _note_layers(targets, section, notes)
-    return {"adapter": section}
+    return {"adapter": section | ({"quantized_experts": True} if "base" in section and read.is_on("experts") else {})}
 
 
 def _note_layers(targets: Any, section: Mapping[str, Any], notes: Notes) -> None:
@@ -318,7 +317,7 @@ def _fewest(read: Reading) -> int:
     return math.lcm(tensor * stages * context * replicas, stages * experts)
 
 
-def _on_fsdp(read: Reading, replicas: int) -> Part:
+def on_fsdp(read: Reading, replicas: int) -> Part:
     """Return the part of a job on FSDP2, or of one on a single device."""
     groups = math.gcd(read.size("replicate"), replicas)
     baseline: dict[str, Any] = {fs.REPLICATE: groups, fs.SHARD: replicas // groups}
@@ -326,6 +325,13 @@ def _on_fsdp(read: Reading, replicas: int) -> Part:
     checkpoints = "selective" if "selective" in read.values("checkpointing") else "full"
     baseline[fs.AC] = checkpoints if read.is_on("checkpointing") else "none"
     baseline |= {name: True for name in (fs.OFFLOAD, fs.COMPILE) if read.is_on(name)}
+    is_bf16, is_shared = _precision(read) == "bf16", read.is_on("fsdp")
+    if not is_bf16 or is_shared or _adapter(read, Notes()):
+        read.drop("pure")
+    elif read.is_on("pure"):
+        baseline |= {fs.STATES: "bf16", fs.REDUCE: "bf16"}  # the optimizer has the weights themselves
+    if is_bf16 and is_shared and "reduces" not in read.row:
+        baseline[fs.REDUCE] = "bf16"  # accelerate 1.15 `FullyShardedDataParallelPlugin.set_mixed_precision`
     if fs.PP in baseline:
         baseline |= {fs.SCHEDULE: SCHEDULES.get(str(read.value(fs.SCHEDULE)).lower(), "1f1b"), fs.RESHARD: False}
     elif read.value("reshard") in (False, "SHARD_GRAD_OP"):
@@ -361,14 +367,14 @@ def _recompute(read: Reading) -> dict[str, Any]:
     return {"use_recompute": True, **usual, **given}
 
 
-def _on_deepspeed(read: Reading, hidden_size: int, notes: Notes) -> Part:
+def on_deepspeed(read: Reading, hidden_size: int, notes: Notes) -> Part:
     """Return the part of a job on DeepSpeed. If its configuration is a file here, trials start the command."""
     given, file = read.value("deepspeed"), Path(read.directory, str(read.value("deepspeed")))
     content = _configuration(read, given, file, notes)
     note_effects(effects_of_deepspeed((), content, "deepspeed."), notes)
     read.given = {key: value for key, value in read.given.items() if not key.startswith("deepspeed.")}
     read.drop(*OF_SHARDS, fs.PP, fs.EP, "pure")
-    stage = str(content.get(STAGE) or 0)
+    stage = str(content.get(STAGE) or 0).replace("auto", "2")  # accelerate 1.15 `utils/dataclasses.py`
     if stage not in ("0", "1", "2", "3"):
         raise SpecError(key=STAGE, value=stage, problem="is not a stage of ZeRO from 0 to 3", fix="correct it")
     baseline: dict[str, Any] = {"zero_stage": int(stage)}

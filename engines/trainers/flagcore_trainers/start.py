@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flagcore_importers.dialect import placed
+
 from flagcore.domain.files import replace as write_file
 from flagcore.domain.space import KnobValue
 from flagcore.errors import LaunchError, SpecError
@@ -18,6 +20,13 @@ from flagcore_trainers.program import KnobRow
 
 CONFIG = "{config}"
 """A word of a command that stands for the path of the configuration file. Without it, the user's path is replaced."""
+OF_HOST = {
+    **dict.fromkeys(("machine_rank", "node_rank"), "{node_rank}"),
+    **dict.fromkeys(("main_process_ip", "master_addr"), "{master_addr}"),
+    **dict.fromkeys(("main_process_port", "master_port"), "{master_port}"),
+    "rdzv_endpoint": "{master_addr}:{master_port}",
+}
+"""The options of launchers that have other values on each host or in each job."""
 PASSED: Mapping[str, Sequence[str]] = package_yaml(__package__, "importing.yaml")["passed"]
 """The keywords of calls that take a configuration of DeepSpeed, or the name of its file."""
 
@@ -59,7 +68,7 @@ def changed(content: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
         *sections, last = key.split(".")
         section: Any = result
         for name in sections:
-            section = section.setdefault(name, {})
+            section = section.get(name, {}) if value is None else section.setdefault(name, {})
             if not isinstance(section, dict):
                 raise LaunchError(f"the configuration file has a value at {name}, so {key} cannot be set")
         if value is None:
@@ -93,7 +102,7 @@ def argv_of(
             flags += _flag_words(row.flag, values[name])
     flags += added
     if config_file:
-        words = [_with_config(word, command.config, config_file) for word in words]
+        words = [with_config(word, command.config, config_file) for word in words]
     argv: list[str] = []
     for word in words if "{flags}" in words else [*words, "{flags}"]:
         argv += flags if word == "{flags}" else [word]
@@ -102,9 +111,18 @@ def argv_of(
     return tuple(argv)
 
 
-def write_config(content: Mapping[str, Any], name: str, folder: str) -> str:
-    """Write a configuration file into `folder`, and return its path. Raises LaunchError."""
-    path = Path(folder, f"candidate{Path(name).suffix}")
+def of_each_host(words: Sequence[str]) -> tuple[str, ...]:
+    """Return a command for several hosts with the addresses and the rank of its host in the options of its launcher."""
+    found = list(words)
+    for name, _value, first, end in reversed([*placed(words)]):
+        before, equals, _old = words[first].partition("=")
+        if name in OF_HOST and (equals or end > first + 1):
+            found[first : first + 2 - bool(equals)] = [f"{before}={OF_HOST[name]}"]
+    return tuple(found)
+
+
+def write_config(content: Mapping[str, Any], path: Path) -> str:
+    """Write a configuration file, and return its absolute path. Raises LaunchError."""
     text = json.dumps(content, indent=2) + "\n" if path.suffix == ".json" else dump_yaml(content)
     try:
         write_file(path, text)
@@ -115,12 +133,13 @@ def write_config(content: Mapping[str, Any], name: str, folder: str) -> str:
 
 def check_config_word(words: Sequence[str], config: str) -> None:
     """Raise SpecError if no word of the command names the configuration file."""
-    if not any(_with_config(word, config, "\0") != word for word in words):
+    if not any(with_config(word, config, "\0") != word for word in words):
         fix = f"write {CONFIG} in train.command where the path belongs"
         raise SpecError(key="train.program.config", value=config, problem="is not in train.command", fix=fix)
 
 
-def _with_config(word: str, config: str, path: str) -> str:
+def with_config(word: str, config: str, path: str) -> str:
+    """Return a word of a command with `path` in place of the configuration file."""
     name, equals, value = word.partition("=")
     if CONFIG in word:
         return word.replace(CONFIG, path)

@@ -18,30 +18,34 @@ from flagcore.contracts import Commands, Costs, Engine, Platform
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.launch import Launch, Start
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Candidate, Columns, IntArray, KnobValue, Rule
+from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
-from flagcore.i18n import Message
+from flagcore.i18n import N_, Message, _
 from flagcore.spec.plain_data import package_yaml
 from flagcore_trainers import fully_shard as fs
-from flagcore_trainers import start
+from flagcore_trainers import meaning, start
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard.traffic import TORCHTITAN as TORCHTITAN_PROGRAM
 from flagcore_trainers.importing import (
     CONFIG_FILE,
     Imported,
     effects_of_torchtitan,
+    lacks_graphs,
     option,
     read_toml,
     replicas_of_torchtitan,
     spec_of_torchtitan,
+    stage_micro_batch,
     starts_torchtitan,
 )
+from flagcore_trainers.meaning import ACCUMULATION
 from flagcore_trainers.trainer import Trainer
 
 CHECKPOINTING = "activation-checkpoint:"
 """The start of the subcommand of activation checkpointing."""
 _REPLICAS = "replicas share weights and states among fewer ranks than predicted: more memory, other exchange"
+NO_GRAPHS = "--training.disable_cuda_graphs"
 COMPILE_FLAG = "--compile.enable"
 PROGRAM: Mapping[str, Any] = package_yaml(__package__, "torchtitan.yaml")
 
@@ -79,8 +83,18 @@ class TorchTitan(Trainer):
         return effects
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
-        key, replicas = replicas_of_torchtitan(*self._given(task.spec))
+        given = self._given(task.spec)
+        key, replicas = replicas_of_torchtitan(*given)
         rules, knobs = super().rules(task), tuple(knob.name for knob in self.knobs if knob.layout)
+        of_stage, size = stage_micro_batch(*given)
+        if self.described.numbers.get(fs.PP, 1) > 1 and size > 1:
+            text = Message(N_("{key} = {size} must divide the local batch"), key=of_stage, size=size)
+
+            def remains(columns: Columns) -> BoolArray:
+                left: BoolArray = self.numbers(task, columns)[fs.MBS] % size != 0
+                return left
+
+            rules = (*rules, Rule(name="stage_micro_batch", knobs=(fs.MBS,), message=text, broken=remains))
         if replicas == 1:
             return rules
         message = Message("{key} = {replicas} must divide the data-parallel ranks", key=key, replicas=replicas)
@@ -96,12 +110,19 @@ class TorchTitan(Trainer):
         command = self.command(spec)
         file = option(command.words, CONFIG_FILE)
         content = {} if file is None else read_toml(str(file), Path(command.directory))
-        return (*command.words, *spec.train.flags), content
+        words = (*command.words, *spec.train.flags)
+        return (*words, *[NO_GRAPHS] * lacks_graphs(words, content)), content
+
+    def task_warnings(self, task: Task) -> Sequence[str]:
+        words, _content = self._given(task.spec)
+        text = _("candidates have {flag}: CUDA graphs of torchtitan 0.3 refuse this layout", flag=NO_GRAPHS)
+        added = NO_GRAPHS not in (*self.command(task.spec).words, *task.spec.train.flags) and NO_GRAPHS in words
+        return [*super().task_warnings(task), *[text] * added]
 
     def _is_like_zero(self, task: Task) -> bool:
         """Return whether predictions are those of ZeRO 3, as the model has parts that the engine `fsdp2` has not."""
-        model, pipeline = task.spec.model, self.described.numbers.get("pipeline_model_parallel_size", 1)
-        return bool(fs.missing_parts(model) or model.mtp_num_layers or model.experts or pipeline > 1)
+        model = task.spec.model
+        return bool(fs.missing_parts(model) or model.mtp_num_layers or model.experts)
 
     def command(self, spec: Spec) -> start.Command:
         """Return the user's command. Raises SpecError if its TOML file cannot be read, or the program has no options
@@ -118,12 +139,24 @@ class TorchTitan(Trainer):
         return command
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
-        """Return the predictions of the engine `fsdp2`, or those of ZeRO 3 for models that it does not have."""
+        """Return the predictions of the engine `fsdp2`, or those of ZeRO 3 for models that it does not have.
+
+        A local batch of a pipeline is divided into micro-batches, after which all stages wait, and gradients are
+        reduced. Its weights stay gathered by default (torchtitan 0.3.0 `trainer.py` and `distributed/fsdp.py`).
+        """
         numbers = self.numbers(task, columns)
-        pipeline = numbers["pipeline_model_parallel_size"]
-        if self._is_like_zero(task) or (pipeline > 1).any():
-            return super().predict(task, columns, costs)
-        ones, replicas = np.ones_like(pipeline), replicas_of_torchtitan(*self._given(task.spec))[1]
+        pipeline, passes = numbers[fs.PP], numbers[ACCUMULATION]
+        if (pipeline > 1).any():
+            size = np.minimum(stage_micro_batch(*self._given(task.spec))[1], numbers[fs.MBS])
+            numbers = {**numbers, fs.MBS: size, ACCUMULATION: numbers[fs.MBS] // size}
+            return _repeated(self._predict(task, columns, costs, numbers), passes)
+        return self._predict(task, columns, costs, numbers)
+
+    def _predict(self, task: Task, columns: Columns, costs: Costs, numbers: Mapping[str, IntArray]) -> Predictions:
+        if self._is_like_zero(task):
+            return meaning.predict(task, numbers, costs, self.described.state_bytes)
+        pipeline, replicas = numbers[fs.PP], replicas_of_torchtitan(*self._given(task.spec))[1]
+        ones = np.ones_like(pipeline)
 
         def is_value(name: str, value: KnobValue) -> IntArray:
             knob = next((each for each in self.knobs if each.name == name), None)
@@ -137,12 +170,13 @@ class TorchTitan(Trainer):
             fs.SHARD: np.maximum(numbers["data_parallel_size"] // replicas, 1),
             fs.TP: numbers[fs.TP],
             fs.CP: numbers[fs.CP],
-            fs.PP: ones,
+            fs.PP: pipeline,
+            fs.COUNT: numbers[ACCUMULATION],
             fs.EP: ones,
             fs.SCHEDULE: ones,
             fs.MBS: numbers[fs.MBS],
             fs.AC: 1 + numbers["recompute"],
-            fs.RESHARD: 1 - is_value(fs.RESHARD, "never"),
+            fs.RESHARD: np.where(pipeline > 1, 0, 1 - is_value(fs.RESHARD, "never")),
             fs.REDUCE: ones,
             fs.STATES: ones,
             fs.OFFLOAD: 0 * ones,
@@ -158,12 +192,21 @@ class TorchTitan(Trainer):
         platform = replace(platform, task=replace(platform.task, spec=spec))
         launch = super().launch(platform, candidate, folder, for_real=for_real)
         row = self.described.knobs.get(fs.COMPILE)
+        given = (*launch.argv, *[NO_GRAPHS] * (NO_GRAPHS in self._given(spec)[0] and NO_GRAPHS not in launch.argv))
         off = _negative(row.flag) if row and row.flag else ""
         usual = row is not None and row.flag == COMPILE_FLAG
-        argv = [word for word in launch.argv if word != off]
+        argv = [word for word in given if word != off]
         if off and candidate.as_dict()[fs.COMPILE] is False and (usual or (row and row.default)):
             argv.append(off)
         return replace(launch, argv=tuple(sorted(argv, key=lambda word: word.startswith(CHECKPOINTING))))
+
+
+def _repeated(found: Predictions, passes: IntArray) -> Predictions:
+    """Return predictions of steps of several passes through a pipeline, with one update of the weights."""
+    time_s = {name: each * np.where(name == "optimizer_s", 1, passes) for name, each in found.time_s.items()}
+    total: FloatArray = sum(time_s.values(), np.zeros(()))
+    low, high = (each / found.step_time_s * total for each in (found.low_s, found.high_s))
+    return replace(found, step_time_s=total, low_s=low, high_s=high, time_s=time_s)
 
 
 def _negative(flag: str) -> str:

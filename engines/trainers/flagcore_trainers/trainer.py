@@ -6,13 +6,16 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from flagcore_importers.dialect import read_config
 from flagcore_importers.programs import check_version, find_program, package_version, unknown_release
+from flagcore_training.answers import Record, compared
 from flagcore_training.commands import environment, unknown_placeholders
-from flagcore_training.reading import FAILURES, measurement
+from flagcore_training.lengths import cut_warnings
+from flagcore_training.reading import FAILURES, measurement, warmup_of_fewer
 from flagcore_vendorkit.metrics import NoMetrics
 
 from flagcore.contracts import Costs, Engine, Platform, Steps
@@ -21,8 +24,8 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate, Columns, FloatArray, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Spec, Task
-from flagcore.domain.steps import warmup_of_fewer, warmup_steps
-from flagcore.domain.trial import Measurement
+from flagcore.domain.steps import warmup_steps
+from flagcore.domain.trial import Answers, Measurement
 from flagcore.errors import LaunchError, SpecError
 from flagcore.i18n import _
 from flagcore_trainers import logs, meaning, start
@@ -171,7 +174,7 @@ class Trainer(Engine):
         return start.Command(words=train.command, directory=directory, config=config, content=content)
 
     def warnings(self, task: Task) -> Sequence[str]:
-        return [*self.spec_warnings(task.spec), *self.task_warnings(task)]
+        return [*self.spec_warnings(task.spec), *self.task_warnings(task), *cut_warnings(task.spec.train)]
 
     def spec_warnings(self, spec: Spec) -> Sequence[str]:
         """Return warnings about the release, placeholders without a meaning, and knobs that nothing passes."""
@@ -237,9 +240,11 @@ class Trainer(Engine):
         placeholders = self._placeholders(task, candidate, folder)
         if command.config:
             content = start.changed(command.content, self._keys(task, candidate, for_real=for_real))
-            written = start.write_config(content, command.config, folder)
+            written = start.write_config(content, Path(folder, f"candidate{Path(command.config).suffix}"))
         added = () if for_real else program.trial_args
         argv = start.argv_of(command, program.knobs, values, placeholders, (*spec.train.flags, *added), written)
+        if for_real and spec.cluster.nodes > 1:
+            argv = start.of_each_host(argv)
         if not for_real and self._needs_clock():
             argv = (sys.executable, "-m", "flagcore_trainers.clock", *argv)
         own = {row.env: self._word(name, values[name]) for name, row in program.knobs.items() if row.env}
@@ -343,6 +348,14 @@ class Trainer(Engine):
             peak_allocated_bytes=log.peak_bytes,
             effective=self.effective(log),
         )
+
+    def answers(self, task: Task, change: str, folder: str, baseline: str) -> Answers | None:
+        records = []
+        for each in (folder, baseline):
+            log = logs.Log(each, task, self.patterns())
+            log(unfinished=True)
+            records.append(Record(log.losses, log.norms))
+        return compared(task, change, *records)
 
     def effective(self, log: logs.Log) -> dict[str, KnobValue]:
         """Return the values that the program printed. A value that the knob does not list is text."""

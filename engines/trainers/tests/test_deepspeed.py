@@ -98,6 +98,40 @@ def test_a_broken_configuration_is_reported(tmp_path: Path, content: str, key: s
         DEEPSPEED.ready(task(engine="deepspeed", command=("x", "--deepspeed", "ds.json"), directory=str(tmp_path)).spec)
 
 
+@pytest.mark.parametrize(
+    ("flags", "stage"), [((), 0), (("--per_device_train_batch_size", "2"), 2)], ids=["DeepSpeed", "Trainer"]
+)
+def test_a_stage_that_is_auto_is_what_fills_it_in(tmp_path: Path, flags: tuple[str, ...], stage: int) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": "auto"}}))
+    command = ("x", "--deepspeed", "ds.json", *flags)
+    job = task(engine="deepspeed", command=command, directory=str(tmp_path))
+    assert DEEPSPEED.usual_space(job)[ZERO] == (stage,)
+
+
+@pytest.mark.parametrize(
+    ("zero", "offload", "step"),
+    [({}, "none", 6.0), ({"sub_group_size": 1e6}, "none", None), ({}, "cpu", 0.0)],
+    ids=["all", "a group", "on the host"],
+)
+def test_the_step_of_zero_3_copies_the_gradients_of_a_group(
+    tmp_path: Path, zero: dict[str, float], offload: str, step: float | None
+) -> None:
+    """6.0 bytes per weight of a rank above its states: counted on two ranks with DeepSpeed 0.19.8 and torch 2.13."""
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3, **zero}}))
+    command = ("x", "--deepspeed", "ds.json")
+    model = replace(DENSE, num_layers=40, hidden_size=1024, ffn_hidden_size=4096)
+    job = task(model, devices=4, engine="deepspeed", command=command, directory=str(tmp_path), seq_length=64)
+    columns = {knob.name: np.array([knob.axis(()).encode(knob.neutral)]) for knob in DEEPSPEED.knobs}
+    columns |= {ZERO: np.array([3]), OFFLOAD: np.array([1 + (offload == "cpu")]), BUCKET: np.array([1])}
+    numbers = DEEPSPEED.numbers(job, columns)
+    found = DEEPSPEED.buffers(job, columns, numbers)
+    train = training(job, 3, 0, DEEPSPEED.described.state_bytes)
+    own = weights_of_rank(train, layout_of(numbers))[0] / 4
+    copied = (found["step"] - found["between"])[0]
+    assert copied == pytest.approx(6e6 if step is None else step * own)
+    assert found["end"][0] == pytest.approx(2.0 - 2.0 * own * (offload == "cpu"))
+
+
 @pytest.mark.parametrize(("stage", "overlaps"), [(2, False), (3, True), (7, None)])
 def test_the_stage_of_zero_decides_on_the_overlap(tmp_path: Path, stage: int, overlaps: bool | None) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from flagcore_importers.command import read_command
+from flagcore_trainers.fully_shard import AC, MBS, TP
 from flagcore_trainers.torchtitan import TORCHTITAN
 
 from flagcore.errors import SpecError
@@ -165,7 +166,12 @@ def test_degrees_are_compared_with_the_devices(
 
 def test_sizes_in_python_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    words = "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b"
+    start = "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config"
+    known = read_command(None, [f"{start} llama3_70b"]).data
+    assert (known["train"]["seq_length"], known["train"]["global_batch_size"]) == (8192, 8)
+    defaults = {name: row["default"] for name, row in known["train"]["program"]["knobs"].items()}
+    assert defaults == {MBS: 8, TP: 8, AC: "full"}
+    words = f"{start} my_llama3_8b --model.name llama3 --model.flavor 8B"
     with pytest.raises(SpecError, match=r"training\.seq_len"):
         read_command(None, [words])
     words += " --training.seq_len 8192 --training.local_batch_size 2"

@@ -57,6 +57,7 @@ def _states(layer: Any, hidden: Any) -> Any:
     return layer.output(normed * layer.norm)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("kind", "sizes", "expected"), [(mixers.GatedDeltaNet, DELTA, _delta), (mixers.Mamba2, STATES, _states)]
 )

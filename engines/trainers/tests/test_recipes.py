@@ -1,16 +1,19 @@
 """Configurations of fine-tuning frameworks come in as specs of the engine that they run on."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from flagcore_importers.command import read_command
 from flagcore_importers.reader import convert
+from flagcore_trainers.importing import STEPS
 
 from flagcore.api.inputs import open_spec
 from flagcore.contracts import commands_of
 from flagcore.domain.space import Candidate
-from flagcore.errors import SpecError, UsageError
+from flagcore.errors import FlagError, LaunchError, SpecError, UsageError
 from flagcore.plugins import find_engine
 
 FACTORY = """model_name_or_path: Qwen/Qwen3-4B
@@ -103,6 +106,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any],
             "activation_checkpointing": "full",
             "reshard_after_forward": False,
             "cpu_offload": True,
+            "reduce_dtype": "bf16",
         },
         "optimizer",
     ),
@@ -133,7 +137,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any],
         {
             "engine": "megatron",
             "global_batch_size": 16,
-            "settings": {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "alltoall"},
+            "settings": {
+                "moe_shared_expert_overlap": True,
+                "moe_token_dispatcher_type": "alltoall",
+                "expert_tensor_parallel_size": 1,  # ms-swift 4.6 megatron_args.py
+            },
             "lengths": {"mean": 4096.0, "batching": "packed"},
         },
         {
@@ -231,6 +239,15 @@ def test_options_of_accelerate_for_deepspeed_give_its_stage(folder: Path, option
     assert not any("deepspeed" in note.key for note in imported.notes)
 
 
+@pytest.mark.parametrize(("more", "word"), [("", "QLoRA"), ("enable_liger_kernel: true\n", "enable_liger_kernel")])
+def test_large_logits_name_the_fused_loss(more: str, word: str, folder: Path) -> None:
+    (folder / "run.yaml").write_text(FACTORY.replace("enable_liger_kernel: true\n", more))
+    data = read_command(None, ["llamafactory-cli", "train", "run.yaml"], chip="RTX4090").data
+    task = open_spec(data, None, (), plan=True).problem.platform.task
+    (line,) = [each for each in find_engine(data["train"]["engine"]).warnings(task) if "the loss of" in each]
+    assert word in line
+
+
 def test_checkpoints_on_the_host_are_noted(folder: Path) -> None:
     (folder / "own.yaml").write_text(AXOLOTL + "gradient_checkpointing: offload\n")
     notes = {note.key: note for note in read_command(None, ["own.yaml"], chip="H100-SXM").notes}
@@ -296,9 +313,74 @@ def test_without_their_reader_the_advice_is_to_install_it(folder: Path) -> None:
         convert(engines, ["own.yaml"], "", None, lambda: ["megatron"])
 
 
-def test_trials_of_deepspeed_need_a_command(folder: Path) -> None:
-    (folder / "run.sh").write_text(CASES["a preset of DeepSpeed in ms-swift"][1])
-    data = read_command(None, ["run.sh"], chip="H100-SXM").data
-    task = open_spec(data, None, (), plan=True).problem.platform.task
-    with pytest.raises(SpecError, match=r"train\.command"):
-        find_engine("deepspeed").ready(task.spec)
+@pytest.mark.parametrize(
+    ("text", "words", "values", "argv", "changed"),
+    [
+        (
+            FACTORY,
+            "env NPROC_PER_NODE=4 llamafactory-cli train own.yaml per_device_train_batch_size=1",
+            {"zero_stage": 2, "activation_checkpointing": "none"},
+            ["llamafactory-cli", "train", "{folder}/own.yaml", "per_device_train_batch_size=4"],
+            {"disable_gradient_checkpointing": True, "deepspeed": "{folder}/ds_config.json", STEPS: 1},
+        ),
+        (
+            "",
+            "env NPROC_PER_NODE=4 swift sft --model Qwen/Qwen3-4B --max_length 2048 --deepspeed zero3",
+            {"zero_stage": 3},
+            "swift sft --model Qwen/Qwen3-4B --max_length 2048 --deepspeed {folder}/ds_config.json "
+            f"--per_device_train_batch_size=4 --{STEPS}=1",
+            {},
+        ),
+        (
+            AXOLOTL,
+            "env CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 axolotl train own.yaml --dp-replicate-size 1",
+            {"data_parallel_shard_size": 8, "tensor_model_parallel_size": 1, "reshard_after_forward": True},
+            ["axolotl", "train", "{folder}/own.yaml", "--dp-replicate-size", "1"],
+            {"dp_shard_size": 8, "tensor_parallel_size": 1, "micro_batch_size": 4},
+        ),
+        (
+            "model_name_or_path: Qwen/Qwen3-4B\nfinetuning_type: full\npure_bf16: true\n",
+            "llamafactory-cli train own.yaml",
+            {"activation_checkpointing": "none"},
+            "llamafactory-cli train {folder}/own.yaml",
+            {"disable_gradient_checkpointing": True, "per_device_train_batch_size": 4},
+        ),
+    ],
+)
+def test_a_kept_command_is_exported_with_the_values_of_a_candidate(
+    folder: Path, text: str, words: str, values: dict[str, Any], argv: Any, changed: dict[str, Any]
+) -> None:
+    (folder / "own.yaml").write_text(text)
+    data = read_command(None, [words], chip="H100-SXM").data
+    platform = open_spec(data, None, (), plan=True).problem.platform
+    engine = platform.engine
+    with pytest.raises(SpecError, match=r"train\.(command|engine)"):
+        engine.ready(platform.task.spec)
+    neutral = {knob.name: knob.neutral for knob in engine.knobs}
+    candidate = Candidate.of({**neutral, **data["auto_tuner"]["baseline"], "micro_batch_size": 4, **values})
+    argv = argv.split() if isinstance(argv, str) else argv
+    launch = engine.launch(platform, candidate, str(folder), for_real=True)
+    assert list(launch.argv) == [word.format(folder=folder) for word in argv]
+    written = yaml.safe_load((folder / "own.yaml").read_text()) or {}
+    expected = {key: each.format(folder=folder) if isinstance(each, str) else each for key, each in changed.items()}
+    assert {key: written.get(key) for key in changed} == expected
+    if "zero_stage" in values:
+        config = json.loads((folder / "ds_config.json").read_text())
+        assert config["zero_optimization"]["stage"] == values["zero_stage"]
+    elif "fsdp_config" in written:
+        assert {*engine.axes(platform.task)[4].values} == {1}  # axolotl has no pipelines
+        assert written["fsdp_config"]["reshard_after_forward"] is True
+        other = Candidate.of({**candidate.as_dict(), "pipeline_model_parallel_size": 2})
+        with pytest.raises(LaunchError, match="pipeline_model_parallel_size"):
+            engine.launch(platform, other, str(folder), for_real=True)
+
+
+def test_a_plan_without_a_command_is_not_exported(folder: Path) -> None:
+    (folder / "own.yaml").write_text(AXOLOTL)
+    data = read_command(None, ["own.yaml"], chip="H100-SXM").data
+    for engine, problem in (("deepspeed", r"train\.command"), ("fsdp2", "no real job")):
+        train = {**data["train"], "engine": engine, "command": None, "directory": None}
+        platform = open_spec({**data, "train": train, "auto_tuner": {}}, None, (), plan=True).problem.platform
+        neutral = Candidate.of({knob.name: knob.neutral for knob in platform.engine.knobs})
+        with pytest.raises(FlagError, match=problem):
+            platform.engine.launch(platform, neutral, str(folder), for_real=True)

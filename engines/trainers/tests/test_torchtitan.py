@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flagcore_trainers.fsdp2.engine import FSDP2
 from flagcore_trainers.fully_shard import AC, CP, MBS, RESHARD, SHARD, TP
+from flagcore_trainers.importing import lacks_graphs
 from flagcore_trainers.torchtitan import TORCHTITAN, TorchTitan
 
 from flagcore.contracts import Platform
@@ -75,6 +76,44 @@ def test_predictions_are_those_of_fsdp2() -> None:
     found, expected = TORCHTITAN.predict(job, row, costs(job)), FSDP2.predict(job, other, costs(job))
     assert found.step_time_s < expected.step_time_s
     assert found.peak_allocated_bytes <= expected.peak_allocated_bytes
+
+
+STAGES = "--parallelism.pipeline_parallel_degree"
+
+
+def test_a_local_batch_is_a_pass_through_the_pipeline(tmp_path: Path) -> None:
+    engine = TORCHTITAN.with_program({"fixed": {"zero_stage": 3, "pipeline_model_parallel_size": 2}})
+    job, pairs = (
+        task(engine="torchtitan", command=(*COMMAND, STAGES, "2", *own))
+        for own in ((), ("--parallelism.pipeline_parallel_microbatch_size", "2"))
+    )
+    row = {knob.name: np.array([knob.axis(()).encode(knob.neutral)] * 2) for knob in engine.knobs}
+    row[MBS] = np.array([1, 4])
+    found, of_pairs = (engine.predict(each, row, costs(each)) for each in (job, pairs))
+    assert found.time_s["pp_bubble_s"][0] > 3 * found.time_s["pp_bubble_s"][1]
+    assert found.step_time_s[0] > found.step_time_s[1]
+    assert found.time_s["optimizer_s"][0] == found.time_s["optimizer_s"][1]
+    assert of_pairs.activation_bytes[1] > found.activation_bytes[1]
+    assert [rule.broken(row).tolist() for rule in engine.rules(pairs) if rule.name == "stage_micro_batch"] == [[1, 0]]
+    launch = engine.launch(
+        Platform(task=job, engine=engine, costs=costs(job)), Candidate.of(NEUTRAL), str(tmp_path), for_real=True
+    )
+    assert "--training.disable_cuda_graphs" in launch.argv
+    assert any("disable_cuda_graphs" in each for each in engine.task_warnings(job))
+
+
+@pytest.mark.parametrize(
+    ("own", "is_added"),
+    [
+        ((), False),
+        ((STAGES, "2"), True),
+        ((STAGES, "2", "--training.disable_cuda_graphs"), False),
+        (("--parallelism.expert_parallel_degree", "4"), True),
+        (("--config", "deepseek_v3_16b_hybridep", "--parallelism.expert_parallel_degree", "4"), False),
+    ],
+)
+def test_graphs_are_turned_off_where_torchtitan_refuses_them(own: tuple[str, ...], is_added: bool) -> None:
+    assert lacks_graphs((*COMMAND[:-2], *own), {}) is is_added
 
 
 def test_the_commands_checkpoints_are_the_baseline() -> None:

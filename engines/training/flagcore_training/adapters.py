@@ -6,9 +6,9 @@ AutoModel @36044ad3 `_peft/lora.py`.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeAlias, get_args
+from typing import get_args
 
 import numpy as np
 from flagcore_models.layers import layers_of
@@ -20,11 +20,7 @@ from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore_training.layout import Layout, Training
 from flagcore_training.lengths import ASSUMED, noted_lengths
-
-Outer: TypeAlias = Mapping[str, FloatArray | float]
-"""The widths of the outputs that a linear layer computes from one input, by the name of the target."""
-Linear: TypeAlias = tuple[FloatArray | float, Outer]
-"""The inner width of a linear layer, and its outputs."""
+from flagcore_training.peft import Peft
 
 BASE_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / 64 / 256, "int8": 1.0}
 """Bytes per quantized weight with its scales: 4 bits, an 8-bit scale per 64 weights, and an fp32 scale per 256 of them
@@ -104,26 +100,37 @@ def has_adapter(adapter: Adapter | None, *names: str) -> bool:
     return adapter is not None and (adapter.targets == "all-linear" or any(name in adapter.targets for name in names))
 
 
-def chosen(adapter: Adapter | None, outer: Outer, *, joint: bool) -> list[FloatArray | float]:
-    """Return the widths of the outputs that have an adapter. With `joint` projections, one adapter has them all."""
-    found = [width for name, width in outer.items() if has_adapter(adapter, name)]
-    return [sum(outer.values())] if found and joint else found
+def beside(
+    adapter: Adapter | None, product: Product, *, joint: bool = False, peft: Peft | None = None
+) -> list[tuple[int, int]]:
+    """Return the rank and the outputs of each adapter beside one copy of a product.
+
+    With `joint` projections, one adapter has all outputs. `peft`: what PEFT does, for adapters of PEFT.
+    """
+    if adapter is None:
+        return []
+    if peft is not None:
+        return peft.beside(adapter, product)
+    widths = [each.width for each in product.layers if product.adapts and has_adapter(adapter, each.name)]
+    return [(adapter.rank, each) for each in ([product.outputs] if widths and joint else widths)]
 
 
-def weights_beside(adapter: Adapter, layers: Iterable[Linear], *, joint: bool = False) -> FloatArray | float:
-    """Return the number of weights of the adapters beside these linear layers."""
-    total: FloatArray | float = 0.0
-    for inner, outer in layers:
-        found = chosen(adapter, outer, joint=joint)
-        total = total + adapter.rank * (len(found) * inner + sum(found)) + sum(found) * (adapter.kind == "dora")
-    return total
+def beside_of(train: Training, product: Product) -> list[tuple[int, int]]:
+    """Return the rank and the outputs of each adapter that a job has beside one copy of a product."""
+    options = train.options
+    return beside(options.adapter, product, joint=options.joint_adapters, peft=options.peft)
 
 
-def linears(products: Iterable[Product]) -> Iterator[Linear]:
-    """Yield the linear layers beside which adapters may be, of one of several copies."""
-    for each in products:
-        if each.adapts:
-            yield float(each.inputs), {layer.name: float(layer.width) for layer in each.layers}
+def weights_beside(adapter: Adapter, product: Product, found: list[tuple[int, int]]) -> int:
+    """Return the number of weights of the adapters that `beside` found, beside all copies of a product."""
+    magnitudes = adapter.kind == "dora"
+    return product.copies * sum(rank * (product.inputs + width) + magnitudes * width for rank, width in found)
+
+
+def base_bytes(adapter: Adapter | None, value_bytes: float, peft: Peft | None, *, experts: bool = False) -> float:
+    """Return the bytes of a frozen weight of linear layers, or of experts, which PEFT's programs may leave as it is."""
+    is_left = adapter is None or (experts and peft is not None and not adapter.quantized_experts)
+    return value_bytes if adapter is None or adapter.base is None or is_left else BASE_BYTES[adapter.base]
 
 
 def absent_targets(model: Model, adapter: Adapter | None, section: str = "train") -> list[str]:
@@ -136,7 +143,7 @@ def absent_targets(model: Model, adapter: Adapter | None, section: str = "train"
         for part in layer.parts
         for product in part.products(model.hidden_size)
     )
-    names = dict.fromkeys(name for _inner, outer in linears(products) for name in outer)
+    names = dict.fromkeys(each.name for product in products if product.adapts for each in product.layers)
     absent = [name for name in adapter.targets if name not in names]
     if len(absent) == len(adapter.targets):
         problem = _("are no layers of the model: nothing would be trained")
@@ -154,7 +161,7 @@ def adapter_weights(train: Training, layout: Layout, layer: Layer) -> tuple[Floa
     assert adapter is not None
     for part in layer.parts:
         for product in part.products(train.model.hidden_size):
-            found = weights_beside(adapter, linears([product]), joint=train.options.joint_adapters)
+            found = weights_beside(adapter, product, beside_of(train, product))
             is_routed = product.component == "experts"
-            counts[is_routed] = counts[is_routed] + product.copies * found
+            counts[is_routed] = counts[is_routed] + found
     return counts[False] / layout.tensor, counts[True] / (layout.expert * layout.expert_tensor)

@@ -14,6 +14,7 @@ from flagcore.domain.lengths import Lengths
 from flagcore.domain.model import Model, Vision
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.domain.spec import Adapter
+from flagcore_training.peft import Peft
 from flagcore_training.splits import Splits
 
 T = TypeVar("T")
@@ -53,12 +54,16 @@ class Options:
 
     `offload_stages` is empty if all stages offload. `offload_layers` offload all that they store. Fields in bytes are
     per element. With an `adapter`, the model's weights have no gradients and no optimizer state; `joint_adapters` are
-    those of projections that Megatron joins, of which tensor-parallel ranks gather the outputs. `cuda_graph` is the
-    part of a step that one graph launches: "", "layer" or "iteration". The flex `dispatcher` sends a token to a rank
-    once, for all of its experts there, and over the network to `linked_devices` once. `dispatch_share` is the share of
-    the bytes of 16-bit tokens that the experts' dispatch sends in forward, `combine_gradient_share` that of the
-    gradients of their outputs in backward. With `assumed_fp8_gather`, only candidates with the distributed optimizer
-    have fp8 weights. With `shard_gradients` (ZeRO-2), its ranks also share the gradients, which are scattered for each
+    those of projections that Megatron joins, of which tensor-parallel ranks gather the outputs, and `peft` is what
+    PEFT does with a model, for adapters of PEFT. `graphs` are the parts that a CUDA graph launches: `GRAPH_PARTS`
+    of layers, or `WHOLE_STEP`. The flex and hybridep `dispatcher` send a token to a rank once, for all of its
+    experts there, and over the network to `linked_devices` once. `dispatch_share` is the share of the bytes of
+    16-bit tokens that the experts' dispatch sends in forward, `combine_gradient_share` that of the gradients of
+    their outputs in backward. With `router_fusion`, the scores and the loss of a router are fused kernels.
+    `routing_spread` is the standard deviation of the loads of experts, relative to their mean, where a router
+    balances them. With `assumed_fp8_gather`, only candidates with the distributed optimizer have fp8 weights. With
+    `fsdp`, ranks share weights, gradients and optimizer states, but for those in `whole`. With
+    `shard_gradients` (ZeRO-2), its ranks also share the gradients, which are scattered for each
     micro-batch. Without `gradient_fusion`, weight gradients are added to their buffers by kernels of their own. With
     `sparse_kernels`, sparse attention computes only the chosen scores. With `indexer_loss`, its indexer is trained.
     With `fused_adam`, Adam is a kernel that works in place. `second_moments` are the parameters with a second moment:
@@ -93,6 +98,7 @@ class Options:
     offload_stages: tuple[int, ...] = ()
     offload_layers: int = 0
     fsdp: bool = False
+    whole: frozenset[str] = frozenset()
     shard_gradients: bool = False
     fused_adam: bool = False
     gradient_fusion: bool = True
@@ -100,6 +106,7 @@ class Options:
     indexer_loss: bool = False
     adapter: Adapter | None = None
     joint_adapters: bool = False
+    peft: Peft | None = None
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     tp_comm_overlap: bool = False
@@ -110,13 +117,15 @@ class Options:
     combine_gradient_share: float = 1.0
     linked_devices: float = np.inf
     grouped_gemm: bool = True
+    router_fusion: bool = False
     expert_imbalance: float = 1.0
+    routing_spread: float = 0.0
     cp_comm: str = "p2p"
     stores_core_copy: bool = False
     attention_kernel: str = ""
     rope_fusion: bool = True
     one_by_one: bool = False
-    cuda_graph: str = ""
+    graphs: frozenset[str] = frozenset()
     cross_entropy_fusion: bool = False
     in_place_loss: bool = False
     wide_layers: int = 0
@@ -126,8 +135,16 @@ class Options:
     frees_mtp_logits: bool = False
     dropout: bool = False
 
+    def shares(self, states: str) -> bool:
+        """Return whether the ranks of FSDP share "weights", "gradients" or "states" of the optimizer."""
+        return self.fsdp and states not in self.whole
+
 
 DEFAULTS = Options()
+
+GRAPH_PARTS = frozenset({"attn", "mamba", "mlp", "moe", "moe_router", "moe_preprocess"})
+WHOLE_STEP = frozenset({"full_iteration"})
+"""`Options.graphs` for graphs of whole layers and of a whole step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,6 +306,16 @@ class Layout(ArrayRecord):
         """
         return chosen * self.token_rows(sequence) * self.expert_tensor
 
+    def busiest(self, options: Options, count: int) -> FloatArray:
+        """Return the load of the busiest of the ranks that share `count` experts, relative to the mean.
+
+        A rank's load is the sum of those of its experts, which differ by `routing_spread`; of n normal ones, the
+        largest is expected at the quantile (n - 3/8) / (n + 1/4) (Blom 1958; the quantile by Shore 1982, within 0.05).
+        """
+        odds = 0.625 / (self.expert - 0.375)
+        deviations = 5.5556 * (1.0 - odds**0.1186)
+        return options.expert_imbalance * (1.0 + options.routing_spread * np.sqrt(self.expert / count) * deviations)
+
     def shards(self) -> FloatArray:
         """Return the number of ranks that shard the optimizer state of a dense weight."""
         return 1.0 + self.sharded_optimizer * (self.data * self.context - 1.0)
@@ -320,17 +347,18 @@ class Layout(ArrayRecord):
     def _has_expert_groups(self) -> BoolArray:
         return (self.expert > 1.0) | (self.expert_groups > 0.0)
 
-    def communicators(self) -> FloatArray:
-        """Return the number of communicators of a rank.
+    def communicators(self, linked: float = 1.0) -> FloatArray:
+        """Return the number of communicators of a rank whose groups have ranks outside of `linked` devices.
 
         There is one communicator of all ranks, and one of each parallel group that has several ranks.
         """
-        shards = self.data * self.context
+        shards, none = self.data * self.context, np.ones_like(self.data)
         experts = np.where(self._has_expert_groups(), self.expert_replicas(), 1.0)
-        groups = (self.tensor, self.context, shards, self.pipeline, self.expert, experts)
-        several = [np.where(size > 1.0, 1.0, 0.0) for size in (self.tensor * shards * self.pipeline, *groups)]
-        count: FloatArray = np.sum(several, axis=0)
-        return count
+        owners, world = self.expert * self.expert_tensor, self.tensor * shards * self.pipeline
+        groups = [(world, none), (self.tensor, none), (self.context, self.tensor), (shards, self.tensor)]
+        groups += [(self.pipeline, self.tensor * shards), (self.expert, self.expert_tensor), (experts, owners)]
+        count: FloatArray = np.sum([(size > 1.0) & (size * stride > linked) for size, stride in groups], axis=0)
+        return count + 0.0
 
     def expert_shards(self) -> FloatArray:
         """Return the number of ranks that shard the optimizer state of an expert's weight."""

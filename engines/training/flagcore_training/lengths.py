@@ -19,7 +19,7 @@ import numpy as np
 from flagcore.domain.lengths import LONGEST, PACKED, Lengths
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import TrainSpec
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import Notes
 from flagcore.spec.schema import LengthsSection, lengths_of
 from flagcore.spec.validate import Context
@@ -86,6 +86,13 @@ def noted_lengths(sequence: int, notes: str) -> Lengths | None:
         return None
     section = assumed_lengths(sequence, PACKED, Notes(), offline=OFFLINE.search(notes) is not None)
     return lengths_of(LengthsSection(**section), Context())
+
+
+def cut_warnings(train: TrainSpec) -> list[str]:
+    """Return a line if samples are longer than the sequence, which cuts them."""
+    share = float(np.mean(np.array(train.lengths.values) > train.seq_length)) if train.lengths else 0.0
+    text = N_("{percent:.1f}% of the samples are longer than train.seq_length = {length}, and are cut")
+    return [_(text, percent=100.0 * share, length=train.seq_length)] if share else []
 
 
 def length_warnings(train: TrainSpec, noted: Collection[str]) -> list[str]:

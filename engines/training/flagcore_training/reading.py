@@ -18,7 +18,6 @@ from flagcore.domain.chip import SPEED_TEST
 from flagcore.domain.files import open_regular, read_regular
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.spec import Task
-from flagcore.domain.steps import warmup_of_fewer
 from flagcore.domain.trial import Measurement, TrialState
 from flagcore.spec.plain_data import package_yaml
 
@@ -187,6 +186,14 @@ def measurement(task: Task, step_times_s: Sequence[float], warmup: int | None = 
         warmup_steps=warmup if len(step_times_s) < control.train_iters else None,
         **figures,
     )
+
+
+def warmup_of_fewer(steps: int, at_most: int) -> int:
+    """Return the number of warm-up steps of a trial that ended early, after `steps` steps.
+
+    It is `at_most` if that leaves steps to measure, else half of the steps, but at least one.
+    """
+    return at_most if steps > at_most else max(1, steps // 2)
 
 
 def _steps(file: Path) -> list[dict[str, Any]]:

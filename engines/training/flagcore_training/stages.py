@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flagcore.domain.model import Model
-from flagcore.domain.schedule import SCHEDULES
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_training import schedules
 from flagcore_training.kinds import Numbers, layer_kinds
 from flagcore_training.layout import DEFAULTS, ArrayRecord, Layout, Options, Training, distinct
+from flagcore_training.schedules import SCHEDULES
 from flagcore_training.splits import Splits, StageLayers
 
 

@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 import numpy as np
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.training import Memory, memory_in_use, stages_in_use
+from flagcore_training.schedules import SCHEDULES
 from flagcore_training.stages import Stage, stage
 
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import Level, Topology
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import Passes
-from flagcore.domain.schedule import SCHEDULES
 from flagcore.domain.space import FloatArray
 from flagcore.physics.roofline import PlainMemory
 from flagcore.spec.models import model_from

@@ -210,12 +210,14 @@ def run(program: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 @pytest.mark.slow
 def test_a_kernel_that_is_shorter_than_its_launch_is_timed_by_the_device() -> None:
     assert run(ACCELERATOR) == pytest.approx(5e-5, rel=0.3)
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 @pytest.mark.slow
 def test_with_too_little_time_small_and_large_kernels_are_measured_first() -> None:

@@ -50,10 +50,10 @@ def test_parameters_of_a_7b_model_are_exact() -> None:
 def test_a_layer_with_another_mixer_has_its_weights_and_stores_what_its_kernels_do(tensor: int) -> None:
     mixer, split = Mamba2(num_heads=128, head_dim=64, state_size=128), layout(tensor=tensor)
     model, other = (mixed(LLAMA, mixer, number) for number in (16, 17))
-    divided, whole = mixer.weights(LLAMA.hidden_size)
+    weights = sum(each.weights for each in mixer.products(LLAMA.hidden_size)) + mixer.other_weights
     attention = 4 * LLAMA.hidden_size**2
     added = parameters(other, split, 0) - parameters(model, split, 0)
-    assert added == pytest.approx((divided - attention) / tensor + whole)
+    assert added == pytest.approx((weights - attention) / tensor)
     tables = [component_table(train(each), split, np.zeros(1)) for each in (model, other)]
     stored = [float(table["mixers"]["activation_bytes"][0]) for table in tables]
     tokens = 4096
@@ -227,6 +227,9 @@ def test_offload_frees_memory_of_the_named_stages_only() -> None:
         ("bf16", Options(precision_aware_optimizer=True, exp_avg_bytes=2, exp_avg_sq_bytes=1), 2 + 4 + (2 + 3) / 8),
         ("bf16", Options(optimizer_offload_fraction=0.5), 2 + 4 + 6 / 8),
         ("bf16", Options(fsdp=True), (2 + 4 + 12) / 8),
+        ("bf16", Options(fsdp=True, whole=frozenset({"weights"})), 2 + (4 + 12) / 8),
+        ("bf16", Options(fsdp=True, whole=frozenset({"weights", "gradients"})), 2 + 4 + 12 / 8),
+        ("bf16", Options(fsdp=True, whole=frozenset({"weights", "gradients", "states"})), 2 + 4 + 12),
         ("fp32", Options(), 4 + 4 + 8 / 8),
     ],
 )

@@ -12,6 +12,7 @@ from flagcore_training import stages as pipeline
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.memory.stored_activations import Kinds
 from flagcore_training.memory.training import component_table
+from flagcore_training.schedules import SCHEDULES
 
 from engines.training.tests.simulation import (
     DEEPSEEK_16B,
@@ -26,12 +27,11 @@ from engines.training.tests.simulation import (
     training_memory,
 )
 from flagcore.domain.model import Model
-from flagcore.domain.schedule import SCHEDULES
 from flagcore.domain.spec import Adapter
 
 pytestmark = pytest.mark.slow
 
-PAIRS = 20
+PAIRS = 8
 SMALL = dataclasses.replace(LLAMA, num_layers=4, hidden_size=256, ffn_hidden_size=768, num_attention_heads=8)
 FEW = dataclasses.replace(SMALL, num_query_groups=2, kv_channels=32, vocab_size=1024)
 MODELS = {

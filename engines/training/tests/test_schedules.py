@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_training.critical_path import StageTimes
-from flagcore_training.schedules import deferred, in_flight, makespan
+from flagcore_training.schedules import SCHEDULES, deferred, in_flight, makespan
 
 from engines.training.tests.simulation import Pass, orders_of, step_seconds
 from flagcore.domain.prediction import Passes
-from flagcore.domain.schedule import SCHEDULES
 from flagcore.domain.space import FloatArray
 
 FOLDED_SCHEDULES = [name for name, schedule in SCHEDULES.items() if schedule.folded]

@@ -8,7 +8,7 @@ import pytest
 from flagcore_models.layers import layers_of
 from flagcore_models.mixers.indexer import Indexer
 from flagcore_models.mixers.mamba2 import Mamba2
-from flagcore_training.layout import Layout, Options, Training, distinct
+from flagcore_training.layout import WHOLE_STEP, Layout, Options, Training, distinct
 from flagcore_training.time.layer import layer_time
 from flagcore_training.time.step import rank_time, step_time
 from flagcore_training.weights import model_flops
@@ -28,6 +28,8 @@ from tests.product import tasks
 CHIP = tasks.chip(bf16=9e14, fp8=1.8e15)
 DENSE = replace(LLAMA, ffn_hidden_size=14336, num_query_groups=8, vocab_size=128256)
 SPARSE = replace(DENSE, num_moe_experts=64, moe_router_topk=8, moe_ffn_hidden_size=1408, moe_first_dense_layers=1)
+RANKS = {"kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+LATENT = replace(SPARSE, multi_latent_attention=True, **RANKS)
 TRAIN = train_of(DENSE, global_batch=512, fused_activation=True, transformer_engine=True)
 
 
@@ -157,7 +159,8 @@ def test_pipelines_with_one_layer_or_none_on_a_stage_have_a_time(
 def test_only_the_alltoall_dispatcher_sorts_tokens_if_a_rank_has_several_experts() -> None:
     flex = replace(MOE, options=replace(MOE.options, dispatcher="flex"))
     for expert, sorts in ((1.0, True), (float(MOE.model.num_moe_experts or 0), False)):
-        busy = [parts(train, data=64.0, expert=expert)["compute_s"] for train in (MOE, flex)]
+        made = costs(Curve(launch_seconds=0.0))
+        busy = [parts(train, made, data=64.0, expert=expert)["compute_s"] for train in (MOE, flex)]
         assert (busy[0] > busy[1]) == sorts
 
 
@@ -172,8 +175,39 @@ def test_small_layers_wait_for_the_host_and_graphs_do_not() -> None:
     small = replace(TRAIN, model=replace(DENSE, **shape), sequence=256)
     slow, quick = costs(Curve(launch_seconds=50e-6)), costs(Curve(launch_seconds=1e-7))
     assert total(small, slow) > 3 * total(small, quick)
-    graphed = replace(small, options=Options(cuda_graph="iteration"))
+    graphed = replace(small, options=Options(graphs=WHOLE_STEP))
     assert total(graphed, slow) == pytest.approx(total(graphed, quick), rel=0.05)
+
+
+@pytest.mark.parametrize("model", [SPARSE, LATENT])
+def test_each_part_in_a_graph_is_launched_faster_unless_its_layer_is_recomputed(model: Model) -> None:
+    slow, captured = costs(Curve(launch_seconds=1e-3)), frozenset[str]()
+    eager = replace(TRAIN, model=model, transformer_engine=True)
+    times = [total(eager, slow, expert=8.0)]
+    for part in ("attn", "moe_router", "moe_preprocess", "moe"):
+        captured |= {part}
+        times.append(total(with_options(eager, graphs=captured), slow, expert=8.0))
+    assert times == sorted(times, reverse=True)
+    assert len(set(times)) == len(times)
+    whole = [total(with_options(eager, graphs=each), slow, expert=8.0, uniform=1.0) for each in (captured, frozenset())]
+    assert whole[0] == whole[1]
+
+
+@pytest.mark.parametrize(("expert", "load"), [(1.0, 1.0), (8.0, 1.166), (64.0, 1.772)])
+def test_busiest_rank_of_natural_routing_has_the_largest_of_normal_loads(expert: float, load: float) -> None:
+    options = Options(routing_spread=0.33)
+    assert layout(expert=expert).busiest(options, 64)[0] == pytest.approx(load, abs=0.01)
+    assert total(with_options(MOE, routing_spread=0.33), expert=expert) >= total(MOE, expert=expert)
+
+
+def test_latent_attention_and_an_unfused_router_launch_more_kernels_and_hybridep_fewer() -> None:
+    slow, sparse = costs(Curve(launch_seconds=1e-3)), replace(MOE, transformer_engine=True)
+    latent = replace(sparse, model=replace(LATENT, num_layers=SPARSE.num_layers))
+    plain = total(sparse, slow, expert=8.0)
+    assert total(latent, slow, expert=8.0) > 1.1 * plain
+    for options in ({"router_fusion": True}, {"dispatcher": "flex"}, {"dispatcher": "hybridep"}):
+        assert (fewer := total(with_options(sparse, **options), slow, expert=8.0)) < plain
+    assert fewer < total(with_options(sparse, dispatcher="flex"), slow, expert=8.0)
 
 
 def test_a_single_rank_has_no_wait_time() -> None:

@@ -5,7 +5,7 @@ from flagcore_serving.launch.server import Fetch
 
 from flagcore.domain.space import KnobValue
 
-SDK = ("engine",)
+SDK = ("cache", "engine")
 
 
 def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:

@@ -5,12 +5,12 @@ from flagcore_models.layers import latent_layers, state_bytes
 from flagcore_serving.load import routing
 from flagcore_serving.space import adapters, placement, rules
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, most_images
-from flagcore_serving.space.knobs import ASYNC, CONTEXT, EAGER, KV, REDUNDANT, SHARING, TRANSFER
+from flagcore_serving.space.knobs import ASYNC, CONTEXT, EAGER, KV, REDUNDANT, SHARING, SPECULATION, TRANSFER
 from flagcore_serving.space.roles import Roles, language
 from flagcore_serving.space.weights import cached_heads
 
 from flagcore.domain.knob import in_versions
-from flagcore.domain.space import Columns, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.i18n import N_
 from flagcore_vllm import connectors
@@ -28,15 +28,26 @@ from flagcore_vllm.space import (
     THREADS,
     TOKENS,
     batch_defaults,
+    block_tokens,
     is_async,
     limits,
-    state_block,
+    scales_yarn,
 )
+
+EVEN_EXPERTS = ("deepseek_v4",)
+"""Values of model_type whose experts are the same number on each rank (vLLM 0.32 `models/deepseek_v4`, and issue 52435:
+256 experts on 3 ranks fail an assertion). Other models' ranks may have different numbers."""
+STAGED = ">=0.30"
+"""Releases that plan drafts without stages (`create_draft_parallel_config` in `config/speculative.py` of 0.30 to 0.32).
+Up to 0.29, a draft has the stages of the model, and its class must have the interface `SupportsPP`."""
+STAGED_DRAFTS = {"glm4_moe_lite": "", "nemotron_h": "", "bailing_hybrid": ">=0.28"}
+STAGED_DRAFTS |= dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), ">=0.29")
+"""Earlier releases in which the draft class of a model_type has it: classes `*MTP*` of 0.24, 0.26, 0.28, 0.29."""
 
 
 def rules_of(task: Task) -> tuple[Rule, ...]:
     """Return vLLM's legality rules for candidates."""
-    hardware, experts = Hardware.of(task), task.spec.model.experts
+    hardware, experts, kind = Hardware.of(task), task.spec.model.experts, task.spec.model.family
     given = connectors.connectors(PROGRAM.parse(task.spec).others)
     own_offload = any("spec_module_path" in str(each) for each in given)  # may copy between cores
     layouts = (
@@ -61,15 +72,24 @@ def rules_of(task: Task) -> tuple[Rule, ...]:
         "even_experts",
         (EP, REDUNDANT),
         N_("{EP} must divide the {experts} experts with {REDUNDANT}"),
-        lambda c: (c[REDUNDANT] > 0) & ((experts + c[REDUNDANT]) % c[EP].clip(1) != 0),
+        lambda c: ((c[REDUNDANT] > 0) | (kind in EVEN_EXPERTS)) & ((experts + c[REDUNDANT]) % c[EP].clip(1) != 0),
         experts=experts,
     )
+    version, mtp = PROGRAM.version(task.spec), PROGRAM.code(SPECULATION, "mtp")
+    has_stages = in_versions(STAGED_DRAFTS.get(kind, STAGED), version) or not version
     images = most_images(task.spec.serve.loads)
     return (
         *layouts,
         *placement.rules(task, layouts, version=PROGRAM.version(task.spec), encoders=ENCODERS_SINCE),
         placement.of_each_kind(task, even_experts),
         sharing,
+        rules.rule(
+            "staged_drafts",
+            (PP, SPECULATION),
+            N_("{PP} > 1 with {SPECULATION} = mtp needs vllm {releases}: this model's draft class has no stages"),
+            lambda c: (c[PP] > 1) & (c[SPECULATION] == mtp) & (not has_stages),
+            releases=STAGED,
+        ),
         *_transfer_rules(task),
         rules.rule(
             "threads_on_cores",
@@ -91,7 +111,7 @@ def rules_of(task: Task) -> tuple[Rule, ...]:
             lambda c: (c[CHUNKED] == 0) & (limits(task, c)[0] < c[CONTEXT]),
         ),
         *rules.speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "speculative-config.model", "mtp"),
-        *rules.context_rules(task),
+        *rules.context_rules(task, scales_yarn=scales_yarn(task)),
         *adapters.adapter_rules(task, adapters.RANKS),
         _block_rule(task),
         rules.rule(
@@ -125,7 +145,9 @@ def _transfer_rules(task: Task) -> tuple[Rule, ...]:
             "transfer_release",
             (PREFILL_DECODE, TRANSFER),
             N_("P2pNcclConnector needs vllm {releases}"),
-            lambda c: (c[PREFILL_DECODE] > 0) & (c[TRANSFER] == p2p) & (not in_versions(P2P_RELEASES, version)),
+            lambda c: (
+                (c[PREFILL_DECODE] > 0) & (c[TRANSFER] == p2p) & (not (version and in_versions(P2P_RELEASES, version)))
+            ),
             releases=P2P_RELEASES,
         ),
         rules.rule(
@@ -201,4 +223,8 @@ def _forced_block(task: Task) -> tuple[Merge, ...]:
     """Return the merge that ignores block sizes below those that states of linear attention force."""
     if not state_bytes(task.spec.model):
         return ()
-    return (rules.ignoring("forced_block", (TP, KV, BLOCK), lambda c: c[BLOCK] <= state_block(task, c)[0]),)
+
+    def is_forced(c: Columns) -> BoolArray:
+        return np.less(c[BLOCK], block_tokens(task, {**c, BLOCK: np.zeros_like(c[BLOCK])}))
+
+    return (rules.ignoring("forced_block", (TP, KV, BLOCK), is_forced),)

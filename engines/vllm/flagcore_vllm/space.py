@@ -12,12 +12,23 @@ from contextlib import suppress
 
 import numpy as np
 from flagcore_importers.programs import release, strip_dashes
-from flagcore_models.layers import attention_counts, latent_layers, other_mixers, state_bytes
-from flagcore_models.mixers.latent_attention import LatentAttention
+from flagcore_models.layers import latent_layers, state_bytes
 from flagcore_serving.job import EngineArg
 from flagcore_serving.space import adapters, knobs
 from flagcore_serving.space.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
-from flagcore_serving.space.knobs import ASYNC, CONTEXT, DRAFTED, EAGER, EXCHANGE, KV, SPECULATION, Auto, or_default
+from flagcore_serving.space.knobs import (
+    ASYNC,
+    CONTEXT,
+    DRAFTED,
+    EAGER,
+    EXCHANGE,
+    KV,
+    PREFIX,
+    SHARING,
+    SPECULATION,
+    Auto,
+    or_default,
+)
 from flagcore_serving.space.program import Program
 from flagcore_serving.space.settings import GRAPH_TOKENS, TIERS, Settings
 from flagcore_serving.space.weights import cache_bytes_per_token, context_limit, min_devices, weight_bytes
@@ -26,7 +37,7 @@ from flagcore.domain.engine import Unmodelled
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
-from flagcore_vllm import connectors, json_flags
+from flagcore_vllm import cache, connectors, json_flags
 
 NEWEST = (0, 33, 0)
 """The release that is assumed if the version is unknown."""
@@ -49,6 +60,13 @@ with it. The release follows from published points: 1,024 tokens took twice as l
 CACHES_STATES_SINCE, CHECKS_STATES_SINCE = (0, 28, 0), (0, 19, 0)
 """The first releases that cache prefixes of models with linear attention by default, and that refuse to start if such a
 model has fewer blocks for states than sequences in captured graphs (vllm-project/vllm #38270)."""
+FREES_WINDOWS_SINCE, SIMILAR_SINCE, IN_FLIGHT_SINCE = (0, 12, 0), (0, 20, 0), (0, 26, 0)
+NULL_BLOCK_SINCE, CHECKPOINTS_SINCE = (0, 29, 0), (0, 32, 0)
+"""The first releases that free what left a window; whose groups are as large as the kind with the most layers if no
+other kind has 1.5 times as many (0.15: 1.25); whose windows hold the tokens of all batches in flight (0.25 does not);
+and whose start-up check counts the null block (0.28 does not), and one more state of a prompt (0.31 does not)."""
+KEEPS_YARN_SINCE = (0, 30, 0)
+"""The first release that does not apply the factor of yarn to the context of a model (0.29 does)."""
 CONTEXT_STEP, CACHE_SHARE = 1024, 0.9
 """A context that fits the requests is rounded up to a multiple of `CONTEXT_STEP` tokens. `CACHE_SHARE` is the share of
 the memory for weights and cache."""
@@ -61,7 +79,7 @@ def _contexts(task: Task) -> tuple[int | None, ...]:
     exceeds the memory, it is the longest request instead, rounded up: vLLM does not start without memory for one
     sequence of the whole context (0.32: `v1/core/kv_cache_utils.py`).
     """
-    hardware, limit = Hardware.of(task), context_limit(task.spec)
+    hardware, limit = Hardware.of(task), context_limit(task.spec, scales_yarn=scales_yarn(task))
     devices = min_devices(task)
     if hardware.on_cores:
         room = float(cache_gib(task, 1, 1)) * 2**30
@@ -70,9 +88,16 @@ def _contexts(task: Task) -> tuple[int | None, ...]:
     longest = -(-longest_request(task) // CONTEXT_STEP) * CONTEXT_STEP
     if limit is None or limit <= longest:
         return (None,)
-    computed = float(batch_defaults(task, np.ones(1, dtype=np.int64))[0][0])
-    cache_bytes = limit * cache_bytes_per_token(task.spec.model, 2.0, limit, computed)
-    return (longest,) if cache_bytes > room else (None,)
+    if hardware.on_cores:
+        return (longest,) if limit * cache_bytes_per_token(task.spec.model, 2.0, limit) > room else (None,)
+    values = PROGRAM.columns(task, {TP: np.array([devices]), CONTEXT: np.array([limit])})
+    least = _blocks(task, values, *limits(task, values), values[CONTEXT])["least_cache"]
+    return (longest,) if devices * least[0] > room else (None,)
+
+
+def scales_yarn(task: Task) -> bool:
+    """Return whether vLLM applies the factor of yarn to the context in config.json (`config/model.py`)."""
+    return PROGRAM.release(task.spec) < KEEPS_YARN_SINCE
 
 
 METHOD, DRAFTED_FLAG = "speculative-config.method", "speculative-config.num_speculative_tokens"
@@ -233,20 +258,18 @@ def graph_tokens(task: Task) -> int:
     return MORE_GRAPH_TOKENS if is_newer and in_four_bits else GRAPH_TOKENS
 
 
-def state_block(task: Task, columns: Columns) -> tuple[IntArray, FloatArray]:
-    """Return the least block size in tokens, so that a block of a layer holds a state of linear attention, and its
-    bytes.
+def block_tokens(task: Task, columns: Columns) -> IntArray:
+    """Return the tokens of a block of the cache. On CPU cores, blocks are not aligned to states."""
+    if Hardware.of(task).on_cores:
+        return or_default(columns[BLOCK], MLA_CPU_BLOCK if latent_layers(task.spec.model) else CPU_BLOCK)
+    block = or_default(columns[BLOCK], GPU_BLOCK)
+    tensor = columns[TP].clip(1).astype(np.float64)
+    return cache.aligned_block(task.spec.model, tensor, _element_bytes(task, columns), block)
 
-    Both are 0 for other models, and with latent attention, whose alignment differs. Source: vllm 0.33
-    `platforms/interface.py` (`_align_hybrid_block_size`).
-    """
-    model, tensor = task.spec.model, columns[TP].clip(1)
-    state, attention = state_bytes(model), next(iter(attention_counts(model)), None)
-    if not state or attention is None or isinstance(attention, LatentAttention) or Hardware.of(task).on_cores:
-        return np.zeros_like(tensor), np.zeros(tensor.shape)
-    token = np.asarray(attention.cached_on(tensor) * PROGRAM.element_bytes(columns))
-    tokens = GPU_BLOCK * np.ceil(state / tensor / (GPU_BLOCK * token)).astype(np.int64)
-    return tokens, tokens * token
+
+def _element_bytes(task: Task, columns: Columns) -> FloatArray:
+    is_wide = PROGRAM.parse(task.spec).others.get("dtype") in ("float32", "float")
+    return np.where((columns[KV] == 0) & is_wide, 4.0, PROGRAM.element_bytes(columns))
 
 
 def caches_by_default(spec: Spec) -> bool:
@@ -254,16 +277,49 @@ def caches_by_default(spec: Spec) -> bool:
     return not state_bytes(spec.model) or PROGRAM.release(spec) >= CACHES_STATES_SINCE
 
 
-def _least_cache(task: Task, columns: Columns, seqs: IntArray) -> FloatArray:
-    """Return the bytes of a device's cache that full graphs need: a block for each sequence, of the layers that share
-    it."""
-    model, stages = task.spec.model, columns[PP].clip(1)
-    if not state_bytes(model) or PROGRAM.release(task.spec) < CHECKS_STATES_SINCE:
-        return np.zeros(seqs.shape)
-    layers = np.ceil(min(sum(kinds(model).values()) for kinds in (other_mixers, attention_counts)) / stages)
+def _blocks(task: Task, columns: Columns, tokens: IntArray, seqs: IntArray, context: IntArray) -> dict[str, FloatArray]:
+    """Return the fields of `Settings` for the blocks of the cache. `tokens`, `seqs`, `context`: the limits.
+
+    vLLM starts with the blocks of a request of the whole context, with the null block since NULL_BLOCK_SINCE, and with
+    full graphs with a block of states for each sequence.
+    """
+    model, release = task.spec.model, PROGRAM.release(task.spec)
+    if Hardware.of(task).on_cores:
+        return {}
+    stages, caches = columns[PP].clip(1), columns[PREFIX] == 1
+    drafted = np.where(columns[SPECULATION] > 0, columns[DRAFTED], 0)
+    blocks = cache.blocks_of(
+        model,
+        columns[TP].clip(1).astype(np.float64),
+        stages,
+        _element_bytes(task, columns),
+        block_tokens(task, columns),
+        caches,
+        drafted,
+        similar=1.5 if release >= SIMILAR_SINCE else 1.25,
+        frees_windows=release >= FREES_WINDOWS_SINCE,
+        checkpoints=release >= CHECKPOINTS_SINCE,
+    )
+    batches = stages + _batches_ahead(task, columns) if release >= IN_FLIGHT_SINCE else np.ones(stages.shape)
+    sharing = columns[SHARING].clip(1)
+    in_flight = np.asarray(batches * tokens)
+    longest = blocks.reserved(np.asarray(np.ceil(context / sharing)), in_flight)
     partial = [PROGRAM.code(GRAPHS, word) for word in ("NONE", "PIECEWISE")]
     is_full = (columns[EAGER] == 0) & ~np.isin(columns[GRAPHS], partial)
-    return np.where(is_full, seqs * layers * state_block(task, columns)[1], 0.0)
+    is_full &= bool(state_bytes(model)) & (release >= CHECKS_STATES_SINCE)
+    lengths = [(load.prefix_len + load.input_len, load.output_len) for load in task.spec.serve.loads]
+    prompt, output = np.mean(lengths, axis=0).tolist()
+    mean = prompt + output
+    return {
+        "block_bytes": blocks.bytes,
+        "token_bytes": blocks.of_token(mean) / sharing,
+        "sequence_bytes": blocks.fixed(mean),
+        "admission_bytes": blocks.admitting(mean, prompt, in_flight),
+        "longest_bytes": longest,
+        "least_cache": np.maximum(
+            longest + blocks.bytes * (release >= NULL_BLOCK_SINCE), np.where(is_full, seqs * blocks.bytes, 0.0)
+        ),
+    }
 
 
 def settings(task: Task, columns: Columns) -> Settings:
@@ -275,10 +331,10 @@ def settings(task: Task, columns: Columns) -> Settings:
     share = hardware.share(values[INSTANCES])
     cores = np.where(values[THREADS] > 0, np.minimum(values[THREADS] * ranks, share), share)
     devices = cores if hardware.on_cores else ranks
-    block_on_cores = MLA_CPU_BLOCK if latent_layers(task.spec.model) else CPU_BLOCK
+    limit = context_limit(task.spec, scales_yarn=scales_yarn(task))
+    context = or_default(values[CONTEXT], limit or longest_request(task))
     cache_bytes = _cache_bytes(task, other_args, values, ranks, devices)
     default_share = 0.92 if PROGRAM.release(task.spec) >= (0, 21, 0) else 0.9
-    is_wide = other_args.get("dtype") in ("float32", "float")
     host_s = np.array([np.nan, np.nan if is_async(task) else 0.0, SYNCHRONOUS_SECONDS])[values[ASYNC]]
     host_s = np.where(np.isin(values[SPECULATION], ON_HOST) & is_async(task), SYNCHRONOUS_SECONDS, host_s)
     # Pipelines were scheduled synchronously before (vllm-project/vllm #19970, #32618).
@@ -290,17 +346,17 @@ def settings(task: Task, columns: Columns) -> Settings:
         devices=devices,
         max_running=seqs,
         max_batched_tokens=tokens,
-        block_size=np.maximum(
-            or_default(values[BLOCK], block_on_cores if hardware.on_cores else GPU_BLOCK), state_block(task, values)[0]
-        ),
-        least_cache=_least_cache(task, values, seqs),
-        context_len=or_default(values[CONTEXT], context_limit(task.spec) or longest_request(task)),
+        block_size=block_tokens(task, values),
+        **_blocks(task, values, tokens, seqs, context),
+        # `v1/core/sched/scheduler.py`: _mamba_block_aligned_split
+        chunk_tokens=block_tokens(task, values) * (values[PREFIX] == 1) * bool(state_bytes(task.spec.model)),
+        context_len=context,
         chunked=values[CHUNKED],
         graph_tokens=np.where(~_without_graphs(values), graph_tokens(task), 0),
         whole=np.select([values[GRAPHS] == 0, values[GRAPHS] == PIECEWISE], [np.nan, 0.0], 1.0),
         memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(values[MEMORY], default_share), np.nan),
         cache_bytes=cache_bytes,
-        cache_element_bytes=np.where((values[KV] == 0) & is_wide, 4.0, PROGRAM.element_bytes(values)),
+        cache_element_bytes=_element_bytes(task, values),
         offloaded=np.full(ranks.shape, PROGRAM.offloaded_bytes(task.spec)),
         ahead=_batches_ahead(task, values),
         host_s=np.full(ranks.shape, np.nan) if hardware.on_cores else host_s,
@@ -323,8 +379,9 @@ def _tiers(task: Task, other_args: Mapping[str, EngineArg], values: Columns) -> 
     """Return the fields of `Settings` for tiers of the cache. Each attention DP rank has a scheduler and tiers. OFFLOAD
     replaces the bytes of a connector in the memory of the host (0.33: `config/vllm.py`)."""
     ranks = (values[TP] * values[PP]).astype(np.float64)
-    found = [connectors.tier_bytes(other_args, task.spec.envs, each) for each in ranks.tolist()]
-    sizes = {tier: np.array([each[tier] for each in found]) for tier in TIERS}
+    counts, places = np.unique(ranks, return_inverse=True)
+    found = [connectors.tier_bytes(other_args, task.spec.envs, each) for each in counts.tolist()]
+    sizes = {tier: np.array([each[tier] for each in found])[places] for tier in TIERS}
     sizes["host"] = np.where(values[OFFLOAD] > 0, values[OFFLOAD] * 2.0**30, sizes["host"])
     return {f"{tier}_cache": size * values[DP].clip(1) for tier, size in sizes.items()}
 

@@ -11,11 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from flagcore_importers.command import read_command
+from flagcore_models.config import model_of_config
+from flagcore_models.public import find_public
 from flagcore_serving.advice import spec_warnings
 from flagcore_serving.job import Load
 from flagcore_serving.launch.server import read_job
+from flagcore_serving.space.hardware import EP, PP
 from flagcore_serving.trial.__main__ import running_servers
 from flagcore_serving.trial.failures import log_text
 from flagcore_serving.trial.loads import LoadRunner, shares
@@ -29,6 +33,7 @@ from flagcore import api
 from flagcore.domain.launch import Start
 from flagcore.domain.space import Candidate
 from flagcore.errors import SpecError
+from flagcore.spec.models import model_from
 from tests.checks import refuses
 from tests.product.tasks import DENSE
 from tests.product.tasks import platform as small_platform
@@ -51,6 +56,50 @@ def test_a_chip_with_fp8_and_70_gib_gets_larger_batches() -> None:
     found = settings(task)
     assert (found.max_batched_tokens.item(), found.max_running.item()) == (8192, 1024)
     assert merged(ENGINE, task, max_num_batched_tokens=8192, max_num_seqs=1024) == merged(ENGINE, task)
+
+
+# What vLLM 0.32's start-up code (`get_kv_cache_configs`, `get_kv_cache_capacity`) says of a cache of GiB per device.
+STARTS = """
+Qwen/Qwen3-8B                            tp1  4     32768  8192 on  auto refused
+Qwen/Qwen3-30B-A3B                       tp2 10     40960 16384 on  fp8  436896
+google/gemma-3-27b-it                    tp1 19    131072 16384 on  auto refused
+google/gemma-3-27b-it                    tp1 27    131072 16384 on  auto 138909
+openai/gpt-oss-20b                       tp1  3    131072  8192 on  fp8  232789
+google/gemma-4-31B-it                    tp2 16    262144  8192 on  auto refused
+deepseek-ai/DeepSeek-V3.2                tp8 30    163840  8192 on  auto 411264
+deepseek-ai/DeepSeek-V4-Flash            tp2  7.7  121344  8192 on  auto 139877
+deepseek-ai/DeepSeek-V4-Flash            tp2  5.44  30000  8192 on  auto refused
+Qwen/Qwen3-Next-80B-A3B-Instruct         tp2 40    262144  8192 on  auto 3451383
+Qwen/Qwen3.6-35B-A3B                     tp1  5.98 262144  8192 off auto 307915
+nvidia/Nemotron-H-8B-Base-8K             tp1  4      8192  8192 on  auto 79399
+nvidia/Nemotron-H-8B-Base-8K             tp1  4      8192  8192 off auto 147456
+ibm-granite/granite-4.0-h-small          tp1 10    131072  8192 on  auto 589349
+moonshotai/Kimi-Linear-48B-A3B-Instruct  tp4 20   1048576  8192 on  auto 2655133
+LiquidAI/LFM2-8B-A1B                     tp1  3     32768  8192 on  auto 261378
+"""
+
+
+@pytest.mark.parametrize("start", STARTS.strip().splitlines())
+def test_the_cache_is_what_vllm_itself_counts(start: str) -> None:
+    name, tensor, gib, context, batched, caching, kind, tokens = start.split()
+    config = find_public(name)
+    assert config is not None
+    model = replace(model_of_config(config[0], name=name, file=""), vision=None)
+    sizes = {"kv-cache-memory-bytes": int(float(gib) * GIB), "max-num-batched-tokens": int(batched), "max-num-seqs": 64}
+    task = cards(model=model, devices=8, memory=400 * GIB, engine_args=sizes)
+    values = {"tensor_model_parallel_size": int(tensor[2:]), "context_len": int(context)}
+    values |= {"enable_prefix_caching": caching == "on", "kv_cache_type": None if kind == "auto" else kind}
+    found = settings(task, **values)
+    if tokens == "refused":
+        assert found.cache_bytes < found.least_cache
+    else:
+        assert found.cache_bytes >= found.least_cache
+        assert int(figures(task, **values)["kv_cache_tokens"]) == int(tokens)
+    if "Nemotron-H" in name:  # two states and a checkpoint are counted, and one is kept
+        plain, cached = (settings(task, **{**values, "enable_prefix_caching": each}) for each in (False, True))
+        assert plain.sequence_bytes == cached.sequence_bytes
+        assert cached.admission_bytes > plain.admission_bytes == 0.0
+        assert (plain.chunk_tokens.item(), cached.chunk_tokens.item()) == (0, cached.block_size.item())
 
 
 def test_the_cache_of_a_server_on_cores_is_always_bounded() -> None:
@@ -127,6 +176,34 @@ def test_a_removed_flag_is_reported_with_its_replacement() -> None:
             if each.startswith("serve.engine_args.swap-space")
         ]
         assert bool(warned) is (release is None)
+
+
+@pytest.mark.parametrize(
+    ("name", "release", "works"),
+    [
+        ("zai-org/GLM-5.2", "0.29.0", False),
+        ("zai-org/GLM-5.2", "0.30.0", True),
+        ("zai-org/GLM-4.7-Flash", "0.24.0", True),
+        ("Qwen/Qwen3.5-35B-A3B", "0.28.0", False),
+        ("Qwen/Qwen3.5-35B-A3B", None, True),
+    ],
+)
+def test_drafts_of_older_releases_have_stages_only_in_some_classes(
+    name: str, release: str | None, *, works: bool
+) -> None:
+    task = cards(engine_version=release, weights=name, model=model_from(name, base=Path()))
+    columns = {each.name: np.ones(1, dtype=np.int64) for each in ENGINE.knobs}
+    columns |= {PP: np.array([2]), "speculation": np.array([ENGINE.program.code("speculation", "mtp")])}
+    rule = next(each for each in ENGINE.rules(task) if each.name == "staged_drafts")
+    assert rule.broken(columns).item() is not works
+
+
+def test_experts_of_deepseek_v4_are_as_many_on_each_rank() -> None:
+    for name, works in (("deepseek-ai/DeepSeek-V4-Flash", False), ("Qwen/Qwen3-30B-A3B", True)):
+        task = cards(weights=name, model=model_from(name, base=Path()))
+        rules = [each for each in ENGINE.rules(task) if each.name.endswith("even_experts")]
+        columns = {each.name: np.zeros(1, dtype=np.int64) for each in ENGINE.knobs} | {EP: np.array([3])}
+        assert any(each.broken(columns).item() for each in rules) is not works
 
 
 def test_a_format_that_became_a_package_is_named_from_that_release_on() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 from flagcore_importers.dialect import flat, merged
+from flagcore_importers.values import load_documents
 from flagcore_megatron.importing.arguments import (
     SIZES,
     Flags,
@@ -148,7 +149,7 @@ def _read(path: Path, file: str) -> dict[str, Any]:
     """Return the mapping in a YAML 1.1 file, as PyYAML writes it, possibly with sets. Raises SpecError."""
     text = read_text(path, file=file, key="file")
     try:
-        data = plain(yaml.load(text, _Loader), file=file)
+        data = plain(next(load_documents(text, _Loader), None), file=file)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         why = " ".join(str(error).split())[:200]
         raise spec_error("the document", _("cannot be read as YAML: {why}", why=why), file=file) from None

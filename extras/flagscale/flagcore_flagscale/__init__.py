@@ -5,6 +5,7 @@ commit 16a2dd5b5c41 (2025-11-27). The first call imports hydra.
 """
 
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ class FlagScale:
     name, title, has_trees = "flagscale", "FlagScale", True
     targets: Collection[str] = ("flagscale",)
     per_server = True
-    per_kind = True
+    most_vendors = sys.maxsize
 
     def read_tree(
         self, directory: Path, name: str, overrides: Sequence[str] = (), chips: Callable[[], Sequence[Chip]] = tuple

@@ -14,6 +14,7 @@ from typing import Any
 from flagcore_importers.dialect import flat
 from flagcore_megatron.space.knobs import SPACE_KNOBS
 
+from flagcore.domain.files import read_regular
 from flagcore_flagscale.source import TABLES, Source
 
 Entry = tuple[str, Any]
@@ -168,6 +169,6 @@ def _python_path(root: Path) -> str:
     megatron = root / "third_party" / "Megatron-LM"
     if not megatron.is_dir() and (root / "megatron" / "megatron").is_dir():
         megatron = root / "megatron"  # FlagScale 0.6
-    text = (root / _RUN_TRAIN).read_text(encoding="utf-8", errors="replace")
+    text = read_regular(root / _RUN_TRAIN).decode("utf-8", errors="replace")
     folders = [megatron, root] if "{megatron_dir}:{root_dir}" in text else [root, megatron]
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -23,6 +23,8 @@ from flagcore.errors import UsageError
 from flagcore.spec.plain_data import dump_yaml
 from flagcore_flagscale.source import ENGINES, flagscale_name
 
+LIBRARIES = ("flagcx",)
+"""The collective libraries of FlagScale that connect chips of several vendors."""
 ENTRYPOINT = "flagscale/train/train_gpt.py"
 DATA_ARGUMENTS = re.compile(r"(train_|valid_|test_|mock_)?data|split|tokenizer|vocab|merge_file|num_workers")
 SYSTEM = {flag.name.replace("-", "_") for knob in SPACE_KNOBS for flag in knob.flags}
@@ -117,8 +119,12 @@ def _train(job: ExportJob) -> dict[str, Any]:
     if lacking := [f"--{name.replace('_', '-')}" for name in SIZES_OF_MODEL if name not in arguments]:
         raise UsageError(f"--to flagscale needs the model's arguments, but train.command lacks {', '.join(lacking)}")
     if job.launch.sample and len({group.chip.vendor for group in job.platform.task.cluster.groups}) > 1:
-        common = set.intersection(*(set(each.support.cross_vendor_libraries) for each in job.platform.setups))
-        arguments |= {"distributed_backend": min(common)} if common else {}
+        named = [{*each.support.cross_vendor_libraries} for each in job.platform.setups]
+        if not (common := set.intersection({*LIBRARIES}, *named)):
+            text = "--to flagscale: {} connects {}, according to the installed plugins, but not all chips of this job"
+            chips = [each.kind for each in job.platform.setups if LIBRARIES[0] in each.support.cross_vendor_libraries]
+            raise UsageError(text.format(LIBRARIES[0], ", ".join(chips) or "none"))
+        arguments["distributed_backend"] = min(common)
     if job.platform.setups and "enable_hetero" not in arguments:
         if job.candidate.as_dict().get(LAYERS_PER_VIRTUAL):
             raise UsageError(

@@ -10,7 +10,7 @@ from flagcore.contracts.exchange import comments
 from flagcore.domain.engine import without_devices
 from flagcore.domain.spec import KIND, SLOTS
 from flagcore.errors import LaunchError
-from flagcore.launchers.script import batch_script, start_lines
+from flagcore.launchers.script import batch_script, of_devices, start_lines
 from flagcore_hosts.connection import agent_command
 from flagcore_hosts.launcher import HostsLauncher
 
@@ -30,7 +30,7 @@ class SlurmLauncher(HostsLauncher):
 
     targets: Collection[str] = ("slurm",)
     per_server: bool = False
-    per_kind: bool = True
+    most_vendors: int = 1
     fix = "start `flag tune` with salloc or sbatch"
 
     def find_hosts(self, nodes: int, /) -> tuple[str, ...]:
@@ -68,7 +68,8 @@ def _script_of_kinds(job: ExportJob) -> str:
     setups, groups = job.platform.setups, job.platform.task.cluster.groups
     header, starts, steps = [f"#SBATCH --job-name={job.name}"], list[str](), list[str]()
     for number, (setup, group) in enumerate(zip(setups, groups, strict=True)):
-        words = [f"--nodes={group.nodes}", "--ntasks-per-node=1", f"--gpus-per-node={setup.devices}", "--exclusive"]
+        devices = of_devices(job, setup.support, setup.devices)
+        words = [f"--nodes={group.nodes}", "--ntasks-per-node=1", f"--{devices}", "--exclusive"]
         header += ["#SBATCH hetjob"] if number else []
         header += [f"# Nodes with {group.chip.name}: add --partition or --constraint.", f"#SBATCH {' '.join(words)}"]
         argv = tuple(word.replace(SLOTS, str(setup.devices)).replace(KIND, setup.kind) for word in job.launch.argv)

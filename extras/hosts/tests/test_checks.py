@@ -1,7 +1,9 @@
 """What is checked on the hosts of a cluster before the first trial, and the telemetry of their devices."""
 
 import json
+import shlex
 import socket
+import subprocess
 import sys
 import time
 from importlib.util import find_spec
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_hosts import checks
 from flagcore_hosts.checks import (
     HostReport,
     HostSpeed,
@@ -54,7 +57,24 @@ def broken(host: str) -> list[str]:
     return ["sh", "-c", "echo no route >&2; exit 255" if host == "b" else agent_command()]
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="session")
+def kept_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a host answers, which takes seconds: it loads all plugins."""
+    file = tmp_path_factory.mktemp("hosts") / "report.json"
+    file.write_bytes(subprocess.run(checks.REPORT, check=True, capture_output=True).stdout)
+    return file
+
+
+@pytest.fixture
+def reported(kept_report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let hosts answer at once."""
+    monkeypatch.setattr(checks, "REPORT", ("sh", "-c", f"cat {shlex.quote(str(kept_report))}"))
+
+
+REPORTED = pytest.mark.together("hosts that answer at once")
+
+
+@pytest.mark.costly
 def test_hosts_answer_with_devices_and_versions(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -66,14 +86,16 @@ def test_hosts_answer_with_devices_and_versions(tmp_path: Path) -> None:
     assert first.devices
     assert abs(first.clock_s) < 5
     assert (second.problem, second.devices) == ("no route", None)
-    with pytest.raises(NoDevice, match="b: no route"), use(HostsLauncher(name="shell", channel=broken), "a", "b"):
-        pass
 
 
-def test_one_machine_under_two_names_is_refused() -> None:
+@REPORTED
+@pytest.mark.usefixtures("reported")
+def test_hosts_that_fail_or_are_one_machine_under_two_names_are_refused() -> None:
     def namespaced(host: str) -> list[str]:
         return [*(["unshare", "--net"] if host == "c" else []), "sh", "-c", agent_command()]
 
+    with pytest.raises(NoDevice, match="b: no route"), use(HostsLauncher(name="shell", channel=broken), "a", "b"):
+        pass
     launcher = HostsLauncher(name="shell", channel=namespaced, logs_in=True)
     for _attempt in range(2):
         with pytest.raises(NoDevice, match=r"^b: .* a$"), use(launcher, "a", "b"):
@@ -85,6 +107,9 @@ def test_one_machine_under_two_names_is_refused() -> None:
     assert len({report.machine for report in reports}) == 2
 
 
+@REPORTED
+@pytest.mark.costly  # compares the speed of hosts
+@pytest.mark.usefixtures("reported")
 def test_a_host_that_cannot_be_used_makes_doctor_fail(
     tmp_path: Path, flag: Flag, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +187,7 @@ def test_only_launchers_of_hosts_check_hosts(tmp_path: Path) -> None:
         api.check_hosts(tmp_path / "hosts.txt", "local")
 
 
-@pytest.mark.slow
+@pytest.mark.costly
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 def test_hosts_are_compared_by_a_product_and_an_all_reduce() -> None:
     launcher = HostsLauncher(name="shell", channel=lambda host: ["sh", "-c", agent_command()])
@@ -204,7 +229,9 @@ def test_the_network_of_a_run_is_that_of_its_slowest_host_and_cores_share_it() -
     assert measured_network([HostSpeed(host="a", products_s=(1.0,), link_s=None)]) is None
 
 
-@pytest.mark.slow
+@pytest.mark.costly
+@REPORTED
+@pytest.mark.usefixtures("reported")
 def test_hosts_must_be_able_to_connect_to_the_first_one() -> None:
     def apart(host: str) -> list[str]:
         prefix = ["unshare", "--net"] if host in cut_off else []
@@ -236,6 +263,9 @@ def free_bytes(reader: Telemetry) -> int:
     return free or 0
 
 
+@REPORTED
+@pytest.mark.costly
+@pytest.mark.usefixtures("reported")
 def test_devices_of_hosts_are_read_over_the_channel_of_the_agent() -> None:
     started: list[str] = []
 

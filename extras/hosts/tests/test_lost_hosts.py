@@ -329,6 +329,7 @@ ARGUMENTS = ("--enable-hetero", "--num-layers", "4", "--train-iters", "9")
 
 
 @pytest.mark.slow
+@pytest.mark.costly
 @pytest.mark.spread
 def test_meshes_are_tuned_on_two_kinds_of_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SSH, "channel", lambda host: ["sh", "-c", agent_command()])

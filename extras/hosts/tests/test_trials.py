@@ -508,6 +508,7 @@ def warmed(tmp_path: Path, program: str, codes: Iterable[int]) -> Iterator[tuple
             yield found.code, found.warm, set((tmp_path / str(number) / "stdout.log").read_text().splitlines())
 
 
+@pytest.mark.costly
 def test_a_kept_agent_forks_trials_until_one_fails_and_no_program_that_is_unfit(tmp_path: Path, mark: str) -> None:
     trials = list(warmed(tmp_path, WARMED, (0, 0, 3, 0)))
     assert [(code, warm) for code, warm, _ in trials] == [(0, True), (0, True), (3, True), (0, True)]

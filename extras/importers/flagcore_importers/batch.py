@@ -16,7 +16,8 @@ _STEP = {"nodes": "NNODES", "ntasks": "NTASKS", "ntasks-per-node": "NTASKS_PER_N
 """The options that srun reads from variables (srun(1), input environment variables), without `SLURM_`."""
 GPUS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """The variables in which Slurm names the GPUs of a host: scripts count them (slurm.schedmd.com/gres.html)."""
-_GPU = re.compile(r"(?:gres[/:])?gpu\b")
+_GPU = re.compile(r"(?:gres[/:])?(?!cpu)(?:[a-z]*pu|[dg]cu|mlu)\b")
+"""The start of a resource of devices: gpu, and the names of other vendors' devices, such as npu, dcu and mlu."""
 _HOSTS_OF_OTHERS = re.compile(
     r"(?m)^#PBS\s.*?\b(?:select|nodes)=(\d+)|^#PJM\s.*?\bnode=(\d+)|^#BSUB\s.*?-nnodes\s(\d+)|^#\$\s.*?-l\srt_\w+=(\d+)"
 )
@@ -125,6 +126,6 @@ def _count(value: str) -> int:
 
 
 def _resource(value: str) -> int:
-    """Return the number of GPUs in a list of resources, such as `gpu:a100:4,nvme:1` or `cpu=8,gres/gpu=2`."""
+    """Return the number of GPUs in a list of resources, such as `gpu:a100:4,nvme:1`, `dcu:8` or `cpu=8,gres/gpu=2`."""
     found = (_GPU.sub("", each).lstrip(":=/") or "1" for each in value.split(",") if _GPU.match(each))
     return sum(_count(each.replace("=", ":")) for each in found)

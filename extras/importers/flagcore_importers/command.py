@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -58,13 +57,21 @@ class _Importers(options.Group):
             return translated(config_command if importer(cmd_name).has_trees else recipe_command)
         return translated(history_command if cmd_name.endswith(HISTORY) else command_command)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the importers with their summaries, and the engines, whose commands all do the same, in one line."""
+        from flagcore.plugins import command_readers
+
+        engines = command_readers()
+        names = [each for each in self.list_commands(ctx) if each not in engines]
+        self.write_commands(ctx, formatter, _("Commands"), names)
+        with formatter.section(_("Engines, whose commands are converted to a spec")):
+            formatter.write_text(", ".join(engines))
+
     def summary(self, name: str, command: click.Command) -> str:
         """Return the summary of a command after the name of its tool or engine."""
-        from flagcore.plugins import IMPORTERS, find_engine, importer, names
+        from flagcore.plugins import importer
 
-        tool = name.removesuffix(HISTORY)
-        title = importer(tool).title if tool in names(IMPORTERS) else find_engine(name).name
-        return f"{title}: {super().summary(name, command)}"
+        return f"{importer(name.removesuffix(HISTORY)).title}: {super().summary(name, command)}"
 
 
 @click.group("import", cls=_Importers)
@@ -183,7 +190,9 @@ def command_command(context: click.Context, /, command: tuple[str, ...], output:
     `--`. A script is read without running its programs. The arguments are the baseline. Comments, also printed to
     stderr, mark arguments that are dropped or have another meaning in the spec.
     """
-    text = sys.stdin.read().replace("\r\n", "\n") if command == ("-",) else ""
+    from flagcore.spec.plain_data import read_text
+
+    text = read_text(Path("-"), file="-", key="stdin").replace("\r\n", "\n") if command == ("-",) else ""
     imported = read_command(context.info_name, () if text else command, text=text, **given)
     options.print_notes(imported.notes)
     options.write_new(imported, output)

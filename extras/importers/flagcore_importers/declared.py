@@ -13,7 +13,7 @@ from flagcore.domain.launch import Start
 from flagcore.spec.plain_data import SafeLoader
 from flagcore_importers.containers import Images, container
 from flagcore_importers.kubernetes import HALVES
-from flagcore_importers.values import KEYS, count_devices, count_of, left_out, literal_variables
+from flagcore_importers.values import KEYS, count_devices, count_of, left_out, literal_variables, load_documents
 
 _PLACEHOLDER = re.compile("<([^<>]+)>")
 _UNUSABLE = re.compile(r"\{\{|^(?!(pvc\+)?hf://)\w+://")
@@ -73,7 +73,7 @@ def _sizes(given: Mapping[str, Any], *, several_hosts: bool) -> dict[str, Any]:
 def _sections(node: Any, keys: Sequence[str]) -> Iterator[Mapping[str, Any]]:
     """Yield the mappings at a path. Items of lists, and YAML in a text, are part of the path."""
     if isinstance(node, str) and keys:
-        node = yaml.safe_load(node)
+        node = next(load_documents(node), None)
     if isinstance(node, list):
         for each in node:
             yield from _sections(each, keys)

@@ -17,6 +17,7 @@ from flagcore_vendorkit.settings import Settings, read_settings
 
 from flagcore.errors import SpecError
 from flagcore.spec.plain_data import load_json, parse_yaml, read_text
+from flagcore_importers.values import load_documents
 
 OFF: tuple[Any, ...] = (None, False, "", "none", "no", "false", 0, [], {})
 """The values with which a known key changes nothing."""
@@ -174,8 +175,8 @@ def _found(name: str, names: Iterable[str]) -> str | None:
 
 def scalar(text: str) -> Any:
     """Return the value of a word, as YAML reads it, or the word."""
-    with suppress(yaml.YAMLError):
-        return yaml.safe_load(text)
+    with suppress(yaml.YAMLError, RecursionError):
+        return next(load_documents(text), None)
     return text
 
 
@@ -293,7 +294,7 @@ def read_given(dialect: Dialect, words: Sequence[str], directory: Path) -> dict[
     Values of words that are mappings are sections if a table knows keys of them. Raises SpecError.
     """
     content = dict[str, Any]()
-    for file in _files(dialect, words, directory):
+    for file in files_of(dialect, words, directory):
         preset = dialect.presets.get(file)
         found = flat(_with_bases(file, directory)) if preset is None else preset.items()
         content |= {name_of(key): value for key, value in found}
@@ -306,7 +307,7 @@ def read_given(dialect: Dialect, words: Sequence[str], directory: Path) -> dict[
     return {key: _resolved(value, content) for key, value in content.items()}
 
 
-def _files(dialect: Dialect, words: Sequence[str], directory: Path) -> list[str]:
+def files_of(dialect: Dialect, words: Sequence[str], directory: Path) -> list[str]:
     """Return the files of settings of a command, in its order: of its launcher first."""
     found = [
         file

@@ -10,10 +10,21 @@ from typing import Any
 import yaml
 
 from flagcore.domain.launch import Start
+from flagcore.errors import UsageError
+from flagcore.i18n import N_, _
 from flagcore_importers.containers import Images, container
 from flagcore_importers.shell import inlined, is_shell_script
-from flagcore_importers.values import KEYS, count_devices, count_of, left_out, literal_variables, text_of
+from flagcore_importers.values import (
+    KEYS,
+    count_devices,
+    count_of,
+    left_out,
+    literal_variables,
+    load_documents,
+    text_of,
+)
 
+KSERVE = "serving.kserve.io"
 _SCALERS = "(Horizontal|Vertical)?PodAutoscaler|ScaledObject|AutoscalingRunner"
 MOUNTED = "mountedFiles"
 """The key, in a container, of the text of the files that it mounts, by path. It is none of Kubernetes."""
@@ -147,10 +158,14 @@ def _name_in(node: Mapping[str, Any]) -> str:
 def with_runtimes(documents: Sequence[Any]) -> list[Any]:
     """Return documents without the serving runtimes of KServe that services among them name, but with their container.
 
-    The arguments of the runtime precede those of the service (KServe, `MergeRuntimeContainers`).
+    The arguments of the runtime precede those of the service (KServe, `MergeRuntimeContainers`). Raises UsageError for
+    a service of another operator, which has other fields.
     """
     runtimes = {_name_in(each): each for each in _of_kind(documents, ".*ServingRuntime")}
     for service in _of_kind(documents, "InferenceService$"):
+        if (group := str(service.get("apiVersion", KSERVE)).partition("/")[0]) != KSERVE:
+            problem = N_("the kind {kind} of {group} is not read: give the command that its pods run")
+            raise UsageError(_(problem, kind=service["kind"], group=group))
         model = service["spec"]["predictor"].get("model") or {}
         if runtime := runtimes.get(str(model.get("runtime"))):
             container, name = runtime["spec"]["containers"][0], _name_in(service)
@@ -180,9 +195,9 @@ def _scripts_of(maps: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 def _maps_in(folder: Path) -> Iterator[Any]:
     """Yield the documents of the YAML files with ConfigMaps in a folder."""
     for file in sorted(folder.glob("*.y*ml")):
-        with suppress(yaml.YAMLError, ValueError):  # ValueError: an impossible date
+        with suppress(yaml.YAMLError, RecursionError, ValueError):  # ValueError: an impossible date
             if re.search(r"(?m)^kind: ConfigMap", text := text_of(file)):
-                yield from yaml.safe_load_all(text)
+                yield from load_documents(text)
 
 
 def _filled_in(node: Any, maps: Mapping[str, Mapping[str, Any]], scripts: Mapping[str, str]) -> Any:

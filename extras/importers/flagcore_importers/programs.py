@@ -16,6 +16,7 @@ from flagcore.errors import NoDevice, SpecError
 _FIRST_LINE = 512
 
 
+@lru_cache(maxsize=8192)
 def strip_dashes(flag: str) -> str:
     """Return a flag without leading dashes and with hyphens in place of underscores, except in keys after a dot."""
     name, dot, key = flag.lstrip("-").partition(".")

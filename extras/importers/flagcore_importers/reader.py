@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flagcore.contracts import Commands, ImportedSpec
 from flagcore.domain.launch import Start
-from flagcore.domain.secrets import is_secret, redact_text
+from flagcore.domain.secrets import is_secret, redact_text, secrets_in_arguments
 from flagcore.domain.units import LONGEST_TEXT
 from flagcore.errors import SpecError, UsageError, join_errors
 from flagcore.i18n import _
@@ -20,6 +20,7 @@ from flagcore_importers.containers import images_of
 from flagcore_importers.starts import Reader
 from flagcore_importers.values import split_words
 
+MAX_WORDS = 5000
 _DEVICES = "VISIBLE_DEVICES"
 _OF_NETWORK = re.compile("_(IFNAME|HCA)$")
 _THIS_HOST = re.compile(r"127\.0\.0\.1|localhost|//:")
@@ -51,6 +52,8 @@ def convert(
     if error := not_one(given, found):
         raise gave_up or error
     ((name, _role, _words), start) = next(iter(found.items()))
+    if len(start.words) > MAX_WORDS:
+        raise UsageError(_("the command has {n} words: give at most {most}", n=len(start.words), most=MAX_WORDS))
     conversion = _Conversion(
         engine=engines[name],
         start=start,
@@ -112,6 +115,7 @@ class _Conversion:
     def _read(self, script: tuple[str, ...], reason: str = "") -> ImportedSpec:
         """Return the spec with `script` as the command, or with the program alone. `reason`: why without the script."""
         start, notes = self.start, self._notes(script, reason)
+        script = tuple(_with_references(word, notes) if "\n" in word else word for word in script)
         of_job = {name: value for name, value in start.job.items() if script and name not in GPUS}
         envs = self._envs({**start.envs, **of_job}, notes)
         hosts = {name: value for name, value in start.envs.items() if name == "NNODES"}  # not in trials, but of the job
@@ -146,10 +150,12 @@ class _Conversion:
         envs = dict[str, str]()
         for name in unset_names(self.start):
             notes.note(name, "is not set: it is empty in the command")
+        noted = {each.key for each in notes.notes}
         for name, value in variables.items():
-            if reason := self._reason_against(name, value):
+            reason = self._reason_against(name, value)
+            if reason and name not in noted:
                 notes.note(name, reason)
-            else:
+            elif not reason:
                 envs[name] = value
                 effect = "restricts the devices of all trials" if name.endswith(_DEVICES) else "is set in all trials"
                 notes.note(name, effect, f"envs.{name}")
@@ -170,6 +176,20 @@ class _Conversion:
         if not value and start.script:
             return "dropped: its value is not known here"
         return "dropped: it is part of the command" if _is_word(name, value, start.words, text) else ""
+
+
+def _with_references(text: str, notes: Notes) -> str:
+    """Return the text of a script that reads its secrets from variables of the shell. Add a note on each."""
+    for number, secret in enumerate(secrets_in_arguments([text]), start=1):
+        named = re.search(rf"(\w+)=[\"']?{re.escape(secret)}", text)
+        name = named[1] if named else f"FLAGCORE_{number}_SECRET"
+        notes.note(name, "is a secret, which the script reads from the shell that starts it")
+        parts = text.split(secret)
+        for place, before in enumerate(parts[:-1]):
+            is_quoted = before.rpartition("\n")[2].count("'") % 2
+            parts[place] = before + (f"'\"${{{name}-}}\"'" if is_quoted else f"${{{name}-}}")
+        text = "".join(parts)
+    return text
 
 
 def _is_word(name: str, value: str, words: Sequence[str], text: str) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from flagcore.domain.files import open_regular, read_regular
 from flagcore.errors import SpecError
 
-TIMEOUT_SECONDS = 10.0
+TIMEOUT_SECONDS = 8.0
 SCRIPT_FIX = "give the command that the script starts, such as torchrun, instead of the script"
 SHELLS = ("bash", "sh", "dash")
 HOSTS_FUNCTION = "() { local i; for ((i = 0; i < ${SLURM_NNODES:-1}; i++)); do echo localhost; done; }"

@@ -54,8 +54,9 @@ __fc_unset=${TRACE_UNSET-}
 
 # Split $1 at its top-level spaces into __fc_words, as written; __fc_redirections is what follows the words.
 __fc_split() {
-  local text=$1 word= context= char pair rest i=0
+  local - LC_ALL=C text=$1 word= context= char pair rest i=0  # in C, the place of a character is known
   __fc_words=() __fc_redirections=
+  if [[ $text != *[\\\'\"\`\$\(\)\{\}\<\>]* ]]; then set -f; __fc_words=($text); return; fi
   while ((i < ${#text})); do
     char=${text:i:1} pair=${text:i:2}
     case $char in

@@ -2,16 +2,18 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from flagcore.domain.files import read_regular
 from flagcore.errors import UsageError
 from flagcore.i18n import _
-from flagcore.spec.plain_data import package_yaml
+from flagcore.spec.plain_data import MAX_VALUES, SafeLoader, package_yaml
 
 NO_DEVICE = re.compile("rdma|hca|roce|efa|nic|fuse|hugepages")
 """Extended resources of Kubernetes that are not accelerators."""
@@ -114,3 +116,27 @@ def positive(value: Any) -> int | None:
 def count_of(value: Any, usual: int = 1) -> int:
     """Return a number or text as a positive integer, or `usual` for other values."""
     return positive(value) or usual
+
+
+def load_documents(text: str, loader_type: Any = SafeLoader) -> Iterator[Any]:
+    """Yield the YAML documents in `text`. Raises yaml.YAMLError, also if aliases multiply them beyond MAX_VALUES."""
+    loader = loader_type(text)
+    while loader.check_node():
+        node = loader.get_node()
+        if _expanded_size(node, {}) > MAX_VALUES:
+            raise yaml.YAMLError(f"has more than {MAX_VALUES:,} values, with its aliases")
+        yield loader.construct_document(node)
+
+
+def _expanded_size(node: Any, sizes: dict[int, int]) -> int:
+    """Return the number of values below nodes, with those of aliases; a long text counts as several.
+
+    A node that contains itself has too many.
+    """
+    if isinstance(node, (list, tuple)):
+        return sum(_expanded_size(each, sizes) for each in node)
+    if id(node) not in sizes:
+        sizes[id(node)] = MAX_VALUES
+        is_text = isinstance(node.value, str)
+        sizes[id(node)] = 1 + (len(node.value) // 64 if is_text else _expanded_size(node.value, sizes))
+    return sizes[id(node)]

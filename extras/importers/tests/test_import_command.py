@@ -84,6 +84,7 @@ def shown(data: Any) -> list[Any]:
     return [data["model"], {"nodes": 1, **data["cluster"]}, baseline, envs, others]
 
 
+@pytest.mark.costly
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INPUTS)
 def test_an_export_comes_back_as_the_same_spec(name: str, tmp_path: Path) -> None:

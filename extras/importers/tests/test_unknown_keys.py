@@ -223,4 +223,5 @@ def test_an_input_comes_in_whole_or_is_refused(
         envs = {name: value for name, value in data.get("envs", {}).items() if not name.startswith("SLURM_")}
         assert envs == case.get("envs", envs)
         assert not [secret for secret in SECRETS if secret in written]
+        assert case.get("contains", "") in written
     assert sorted(os.listdir(tmp_path)) == before

@@ -99,7 +99,7 @@ def _component(worker: Worker, job: ExportJob, group: ServerGroup, kind: str) ->
     variables, secrets = _variables(job, group)
     of_host = [name for name, value in variables.items() if any(each in value for each in DEVICES_OF_HOST)]
     plain = {name: value for name, value in variables.items() if name not in (*hidden, *of_host)}
-    store, limits = f"{job.name}-secrets", device_limits(job.platform, group.devices)
+    store, limits = f"{job.name}-secrets", device_limits(job.platform, group.devices, job.options)
     claim, mount = claim_and_mount(job.options.get("volume", ""))
     container = {
         "name": "main",

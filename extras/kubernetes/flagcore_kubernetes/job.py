@@ -156,7 +156,7 @@ def export(job: ExportJob) -> Mapping[str, str]:
         others=command,
         directory=job.launch.directory or "",
         environment=environment,
-        limits=device_limits(job.platform, job.devices),
+        limits=device_limits(job.platform, job.devices, job.options),
         devices=job.devices,
         secrets=secrets,
         **pod_options({**job.options, "image": image}),
@@ -298,7 +298,7 @@ def _server_groups(job: ExportJob, servers: ServerGroups, common: Pods) -> list[
         own = replace(job, launch=group.launch, name=f"{job.name}-{group.name}", replicas=group.replicas)
         environment, of_host, _secrets = _environment(replace(own, name=job.name), ())
         addressed = {name: value.replace("{own_address}", "$(POD_IP)") for name, value in environment.items()}
-        limits = device_limits(job.platform, group.devices)
+        limits = device_limits(job.platform, group.devices, job.options)
         others = " ".join(shell_quoted(word, IN_GROUP) for word in group.others)
         pods = replace(common, name=own.name, first=_command(own, (), of_host), others=f"{of_host}exec {others}")
         pods = replace(pods, environment=addressed, limits=limits, devices=group.devices)
@@ -352,7 +352,7 @@ def manifest(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the manifest of a job that tunes a spec, and notes: the first pod tunes, and the others join it."""
     group, launcher, kind = platform.task.cluster.groups[0], platform.task.spec.launcher, KINDS[options["kind"]]
-    limits, hosts = device_limits(platform, group.devices_per_node), kind.hosts(name, group.nodes)
+    limits, hosts = device_limits(platform, group.devices_per_node, options), kind.hosts(name, group.nodes)
     if len(hosts) > 1 and launcher != "kubernetes":
         problem = _("does not start trials in pods")
         raise SpecError(key="auto_tuner.launcher", value=launcher, problem=problem, fix=_("set it to kubernetes"))

@@ -65,8 +65,8 @@ def claim_and_mount(volume: str) -> tuple[str, str]:
     return claim, mount
 
 
-def device_limits(platform: Platform, devices: int) -> Mapping[str, int]:
-    """Return the resource limits of a pod with this number of `devices`.
+def device_limits(platform: Platform, devices: int, options: Mapping[str, str]) -> Mapping[str, int]:
+    """Return the resource limits of a pod with this number of `devices`. The option `resource` replaces their name.
 
     Raises UsageError if no plugin defines the Kubernetes resource, or if there are several kinds of chips.
     """
@@ -76,10 +76,12 @@ def device_limits(platform: Platform, devices: int) -> Mapping[str, int]:
     group = groups[0]
     if support.shared_devices:
         return {"cpu": devices}
-    if support.kubernetes is None:
-        raise UsageError(_("no installed plugin defines the Kubernetes resource of {chip}", chip=group.chip.name))
-    devices_per_unit = group.chip.devices_per_card if support.kubernetes.counts == "cards" else 1
-    return {support.kubernetes.name: -(-devices // devices_per_unit)}
+    resource = support.kubernetes
+    if not (name := options.get("resource", resource.name if resource else "")):
+        text = N_("no installed plugin defines the Kubernetes resource of {chip}: add --resource NAME")
+        raise UsageError(_(text, chip=group.chip.name))
+    devices_per_unit = group.chip.devices_per_card if resource and resource.counts == "cards" else 1
+    return {name: -(-devices // devices_per_unit)}
 
 
 def rdma_note(platform: Platform, nodes: int, pods: Pods) -> list[str]:

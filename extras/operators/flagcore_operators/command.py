@@ -24,7 +24,7 @@ COLUMNS = {
 @click.option("--library", metavar="NAME", help=N_("Library of operators [default: the one that the job can use]."))
 @click.option(
     "--seconds",
-    type=click.FloatRange(10.0, 3600.0),
+    type=options.Seconds(10.0, 3600.0),
     default=600.0,
     show_default=True,
     help=N_("Time limit of the benchmark of operators."),
@@ -46,7 +46,8 @@ def operators_command(
 
     if listed:
         names = ("knob", "chip", "engine", "job", "date")
-        records = [{**{name: getattr(each, name) for name in names}, "file": str(path)} for path, each in choices()]
+        saved = choices(options.say)
+        records = [{**{name: getattr(each, name) for name in names}, "file": str(path)} for path, each in saved]
         options.show_records(records, form, {name: name for name in (*names, "file")})
         return
     if spec is None:

@@ -5,7 +5,6 @@ vllm-plugin-FL vllm_fl/utils.py @075f1e0e, and in vllm_fl/dispatch policy.py @20
 @05ad7f7d and README.md @07dba3b4.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -17,6 +16,7 @@ import yaml
 
 from flagcore.errors import UsageError
 from flagcore.i18n import _
+from flagcore.spec.plain_data import parse_yaml, read_mapping, read_text
 from flagcore_operators.contract import OperatorLibrary
 from flagcore_operators.dispatched import FLAGOS, REFERENCE, Dispatcher, as_order, read_orders
 
@@ -108,7 +108,8 @@ class VllmFl(Dispatcher, FlagGems):
     def _orders_of_variables(self, environment: Mapping[str, str], default: dict[str, str]) -> dict[str, str]:
         """Return the orders that variables set, or `default`."""
         if file := environment.get("VLLM_FL_OP_CONFIG", "").strip():
-            return {name: value.strip().lower() for name, value in json.loads(Path(file).read_text("utf-8")).items()}
+            orders = read_mapping(Path(file), file=file, key="VLLM_FL_OP_CONFIG")
+            return {name: str(value).strip().lower() for name, value in orders.items()}
         return read_orders(text) if (text := environment.get(self.variable, "")) else default
 
     def operator(self, function: str, arguments: Sequence[Any]) -> str:
@@ -157,10 +158,7 @@ def _read(file: Path) -> dict[str, Any]:
     """Return the content of a YAML file, empty if there is none. Raises UsageError if it is not valid."""
     if not file.is_file():
         return {}
-    try:
-        found = yaml.safe_load(file.read_text("utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise UsageError(_("{file} cannot be read: {reason}", file=file, reason=error)) from None
+    found = parse_yaml(read_text(file, file=str(file), key="file"), file=str(file))
     return found if isinstance(found, dict) else {}
 
 

@@ -138,6 +138,7 @@ def test_the_choice_from_published_times_is_the_best_of_each_operator_and_call()
             assert found.chosen == ("native" if native <= 0.98 * gems else "flagos")
 
 
+@pytest.mark.costly
 def test_torch_applies_a_choice_when_it_is_imported() -> None:
     pytest.importorskip("torch")
     code = """
@@ -192,6 +193,7 @@ def install(site: Path) -> None:
     (site / "planted.py").symlink_to(PROGRAM)
 
 
+@pytest.mark.costly
 @pytest.mark.slow
 def test_the_planted_optimum_is_found_and_confirmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path / "site")

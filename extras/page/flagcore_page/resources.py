@@ -9,7 +9,6 @@ from typing import Any
 from flagcore.domain.metrics import PER_DEVICE, STATISTICS, load_text
 from flagcore.domain.prediction import Passes, Prediction
 from flagcore.domain.records import read_prediction
-from flagcore.domain.schedule import SCHEDULES
 from flagcore.domain.trial import Trial
 from flagcore.i18n import N_, _
 from flagcore.report.blocks import Table, Text, cell, percent, table
@@ -65,7 +64,8 @@ def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Chart:
         text = _("{knob}: {worst} instead of {best}", knob=name, **names)
         bars.append(Bar(text, OTHER, slower, slower, slower, f"+{slower:.1%}"))
     figure_heading = f"~{run.unit}" if run.serves else _("~step s")
-    headings = [_("knob"), _("value"), _("best"), _("~slower by"), figure_heading, _("candidates that fit in memory")]
+    headings = [_("knob"), _("value"), _(NAMES["best_row"][run.fidelity]), _("~slower by"), figure_heading]
+    headings.append(_("candidates that fit in memory"))
     caption = _("The fastest predicted candidate with each value, compared to the fastest of all")
     text = N_(
         "{knob} has the largest influence: its worst value makes the fastest candidate {share:.1%} slower. Other "
@@ -198,7 +198,8 @@ def step_time(run: RunData) -> Section | None:
     A chart has the parts of the predicted time of each trial, with the measured time: for a server, the mean time of a
     request.
     """
-    trials = {_(name): trial for name, trial in (("best", run.best), ("baseline", run.baseline)) if trial}
+    named = ((NAMES["best_row"][run.fidelity], run.best), ("baseline", run.baseline))
+    trials = {_(name): trial for name, trial in named if trial}
     if run.best and run.baseline and run.best.candidate == run.baseline.candidate:
         del trials[_("baseline")]
     times = {name: each.predicted.parts_s for name, each in trials.items() if each.predicted and each.predicted.parts_s}
@@ -261,7 +262,7 @@ def _stages(passes: Passes, chips: Sequence[str]) -> Table:
         columns[_("chip")] = [chips[group] for group in passes.groups]
         columns[_("layers")] = passes.layers
     columns |= {_("~forward, s"): passes.forward_s, _("~backward, s"): passes.backward_s}
-    if SCHEDULES[passes.schedule].splits_backward:
+    if any(passes.weight_s):
         columns[_("~weight gradients, s")] = passes.weight_s
     columns[_("~concurrent, s")] = passes.paired_s
     busy_s = [passes.microbatches * sum(times) for times in zip(passes.forward_s, passes.backward_s, strict=True)]

@@ -35,13 +35,14 @@ def trials(run: RunData) -> Section:
         left -= sum(len(text) for _name, text in logs[number])
     details = [_details(run, trial, logs[trial.number]) for trial in run.all_trials if trial.number in listed]
     blocks: list[Block] = [trial_table(run, whole=True)]
-    blocks.append(Collapsed("logs", _("Details and logs of each trial"), details))
+    text = N_("Details of each candidate") if run.fidelity == ESTIMATE else N_("Details and logs of each trial")
+    blocks.append(Collapsed("logs", _(text), details))
     if len(listed) < count:
         text = N_(
             "Tables list {count} of {total:,} trials: the fastest, and the first that failed. result.json has all."
         )
         blocks.insert(0, Text(_(text, count=len(listed), total=count)))
-    return Section("trials", _("Trials"), blocks)
+    return Section("trials", _("Candidates") if run.fidelity == ESTIMATE else _("Trials"), blocks)
 
 
 def _details(run: RunData, trial: Trial, logs: Sequence[tuple[str, str]]) -> Collapsed:
@@ -61,7 +62,8 @@ def _details(run: RunData, trial: Trial, logs: Sequence[tuple[str, str]]) -> Col
     if has_run:
         tails = [Code(_("End of {file}", file=name), text) for name, text in logs]
         blocks += tails or [Text(_("Its logs are empty, were deleted, or are too long for this page."))]
-    title = f"{_('Trial')} {run.name(trial)}: {run.state_text(trial)}, {run.configuration(trial)}"
+    title = f"{_(NAMES['row'][run.fidelity]).capitalize()} {run.name(trial)}: {run.state_text(trial)}"
+    title += f", {run.configuration(trial)}"
     return Collapsed(f"trial-{trial.number}", title, blocks)
 
 
@@ -72,7 +74,8 @@ def _comparison(run: RunData, trial: Trial) -> Iterator[Text]:
     times = run.median_s(run.best), run.median_s(trial)
     if times[0] is not None and times[1] is not None:
         predictions, source = (run.best.predicted, trial.predicted), _(NAMES["trials_made"][run.fidelity])
-        yield Text(causes_text(run.objective, _("the best"), (times[0], times[1]), predictions, source))
+        name = _("the recommended candidate") if run.fidelity == ESTIMATE else _("the best")
+        yield Text(causes_text(run.objective, name, (times[0], times[1]), predictions, source))
 
 
 def _shortened_text(trial: Trial) -> str | None:

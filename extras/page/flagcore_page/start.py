@@ -7,6 +7,7 @@ from typing import Any
 from flagcore.domain.trial import ESTIMATE, Trial
 from flagcore.i18n import _, ngettext
 from flagcore.report.blocks import Text, percent, table
+from flagcore.report.formats import NAMES
 from flagcore.report.run import RunData, json_file
 from flagcore_page.blocks import Block, Chart, Code, Collapsed
 from flagcore_page.charts import BASELINE, BEST, OTHER, Bar, Bars
@@ -80,6 +81,7 @@ def configurations(run: RunData) -> Chart | None:
     else:
         summary.append(_("Each line shows the range over the runs of a configuration.") if run.repeats else "")
     title = _("The fastest configurations")
-    headings = [_("trial"), _("configuration"), run.unit, _("lowest"), _("highest"), _("vs best")]
+    headings = [_(NAMES["row"][run.fidelity]), _("configuration"), run.unit, _("lowest"), _("highest")]
+    headings += [_("vs recommended") if run.fidelity == ESTIMATE else _("vs best")]
     data = table(title, headings, rows)
     return Chart(title=title, summary=" ".join(summary), drawing=Bars(run.unit, bars), tables=[data])

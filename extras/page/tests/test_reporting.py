@@ -14,7 +14,7 @@ from flagcore_page import page
 from flagcore_page.blocks import Chart, Code, Collapsed, Page, Section, render
 from flagcore_page.charts import BEST, OTHER, Bar, Bars, Plot, Series, Stack, Stacks, linear, spread
 from flagcore_page.resources import pipeline
-from flagcore_page.run_files import log_ends
+from flagcore_page.run_files import log_ends, tail
 
 from extras.page.tests.conftest import HOSTILE, KINDS, Made, Runs
 from flagcore import api
@@ -24,7 +24,6 @@ from flagcore.plugins import entry_points
 from flagcore.plugins.entry_points import PAGES, names
 from flagcore.report.blocks import Table, Text, table
 from flagcore.report.result import TrialResult
-from flagcore.report.run import tail
 from tests.page_reading import read, run_data
 from tests.product.cli.conftest import Flag, Project
 
@@ -32,6 +31,7 @@ Copied = Callable[..., Path]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "killed"])
+@pytest.mark.costly
 def test_tune_writes_the_same_page_as_the_report_command(runs: Runs, kind: str) -> None:
     report = runs(kind)
     assert (report.folder / "report.html").read_text() == report.html
@@ -260,7 +260,8 @@ def test_each_stage_has_its_chip_and_layers(runs: Runs) -> None:
 @pytest.mark.parametrize(("schedule", "columns"), [("1f1b", 2), ("zb-h1", 3), ("dualpipe", 4)])
 def test_a_pipeline_has_the_times_and_the_idle_share_of_its_stages(schedule: str, columns: int) -> None:
     passes = {"schedule": schedule, "microbatches": 4, "virtual": 1, "send_s": 0.0, "sender_waits": True}
-    times = {"forward_s": [1.0, 2.0], "backward_s": [2.0, 3.0], "weight_s": [1.0, 1.0], "predicted_s": 25.0}
+    times = {"forward_s": [1.0, 2.0], "backward_s": [2.0, 3.0], "predicted_s": 25.0}
+    times |= {} if schedule == "1f1b" else {"weight_s": [1.0, 1.0]}
     paired = {"paired_s": [2.5, 4.0]} if schedule == "dualpipe" else {}
     section = pipeline(run_data({"pipelines": [{**passes, **times, **paired}]}))
     assert section is not None

@@ -23,7 +23,7 @@ from flagcore.plugins.validation import several
 from flagcore_testing.kit import Subject, once
 from flagcore_testing.package import Transcript
 
-REAL_VARIABLES = ("HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
+REAL_VARIABLES = ("FLAGCORE_CACHE", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
 """Variables of the real environment that the fake machine keeps."""
 
 FOREIGN_TABLE = """\

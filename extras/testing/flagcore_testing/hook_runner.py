@@ -10,6 +10,7 @@ must not change.
 
 import ctypes
 import importlib
+import inspect
 import json
 import logging
 import os
@@ -64,7 +65,7 @@ def _logging() -> object:
 
 
 def _signals() -> object:
-    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+    return [*map(_HANDLER, SIGNALS)]
 
 
 def _numpy_random() -> object:
@@ -72,6 +73,9 @@ def _numpy_random() -> object:
     return name, bytes(np.asarray(keys)), tuple(other_state)
 
 
+SIGNALS = sorted(signal.valid_signals())
+_HANDLER = inspect.unwrap(signal.getsignal)
+"""Without an Enum per signal, for each hook of each chip."""
 PARTS: Mapping[str, Callable[[], object]] = {
     "environment": lambda: dict(os.environ),
     "working directory": os.getcwd,

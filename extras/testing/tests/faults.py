@@ -25,7 +25,7 @@ ARGUMENTS = {
     "chips": "",
     "devices": "environment",
     **dict.fromkeys(("topology", "collective_costs"), "group"),
-    "memory_model": "group, engine",
+    "memory_model": "group, engine, kind",
     "kernel_costs": "chip, kind",
     "engine_support": "chip, engine, engine_version, kind",
     "knobs": "chip, engine, engine_version",

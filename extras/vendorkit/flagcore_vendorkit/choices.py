@@ -1,7 +1,7 @@
 """The user's measured choices of variables as files, and the knobs that they become."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from flagcore.domain.chip import Source, normalize_name
 from flagcore.domain.files import data_folder, save
 from flagcore.domain.knob import WHOLE_STEP, Effect, Factor, Knob, Requirement
+from flagcore.errors import RunError
 from flagcore_vendorkit.fields import read_record
 
 SCHEMA = 1
@@ -69,10 +70,13 @@ class Choice:
         )
 
 
-def choices() -> tuple[tuple[Path, Choice], ...]:
-    """Return all saved choices with their paths. Raises RunError if a file cannot be read."""
-    files = sorted(_folder().glob("*.json"))
-    return tuple((path, read_record(Choice, path, SCHEMA, "choice", "measure it again")) for path in files)
+def choices(warn: Callable[[str], object]) -> Iterator[tuple[Path, Choice]]:
+    """Yield all saved choices with their paths. `warn`: called with the reason for each file that cannot be read."""
+    for path in sorted(_folder().glob("*.json")):
+        try:
+            yield path, read_record(Choice, path, SCHEMA, "choice", "measure it again")
+        except RunError as error:
+            warn(str(error))
 
 
 def _folder() -> Path:

@@ -46,9 +46,10 @@ def list_with(
         return replace(listing, rows=tuple(replace(row, use=use) for row, use in uses))
 
     def run(timeout_seconds: float) -> Listing:
-        left_out: tuple[str, ...] = ()
+        left_out, start = tuple[str, ...](), time.monotonic()
         for tool in tools:
-            found = query_tool(read_with_uses, *tool.split(), timeout_seconds=timeout_seconds) or Listing()
+            seconds = max(start + timeout_seconds - time.monotonic(), 1.0)  # in all, but a second for each
+            found = query_tool(read_with_uses, *tool.split(), timeout_seconds=seconds) or Listing()
             if found.rows:
                 return found
             left_out += found.left_out

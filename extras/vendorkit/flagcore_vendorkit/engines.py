@@ -11,7 +11,7 @@
 engine, and `quirks.yaml` known problems. docs/plugin-data.md describes their keys.
 
 Each entry has its `source` and may name its `engine` (or `engines`), `kinds` (`train`, `serve`, `rl`), `chips` and
-`versions` of the engine (`">=0.11,<0.13"`); a missing key means all. An entry also applies if the release is unknown.
+`versions` of the engine (`">=0.11,<0.13"`); a missing key means all. An unknown release is the newest.
 """
 
 from collections.abc import Mapping
@@ -102,6 +102,7 @@ KEYS = {
     "default": "neutral",
     "says": "help",
     "claim": "claim",
+    "answers": "answers",
     "effect": "effect_source",
     "needs": "requires",
     "of_experts": "experts_only",

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -182,11 +183,16 @@ def _range(text: str) -> str:
     return text
 
 
+_NUMBERED = re.compile(r"v?\d+(\.|$)")
+_NEWEST = "9999"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scope:
     """The engines, kinds of engines, chips and engine releases to which an entry applies. An empty field means all.
 
-    `versions` is a range such as ">=0.11,<0.13". In a file, `engine` may be written instead of `engines`.
+    `versions` is a range such as ">=0.11,<0.13"; an unknown release is the newest. In a file, `engine` may be written
+    instead of `engines`.
     """
 
     engines: Annotated[
@@ -197,12 +203,12 @@ class Scope:
     versions: Annotated[str, AfterValidator(_range)] = ""
 
     def includes(self, chip: Chip, engine: str, engine_version: str | None = None, kind: str = "") -> bool:
-        """Return whether the entry applies. An unknown engine release is included."""
+        """Return whether the entry applies. None, or a word such as "nightly", is the newest release of the engine."""
         return (
             (not self.engines or engine in self.engines)
             and (not self.kinds or kind in self.kinds)
             and (not self.chips or chip.name in self.chips)
-            and in_versions(self.versions, engine_version)
+            and in_versions(self.versions, engine_version if _NUMBERED.match(engine_version or "") else _NEWEST)
         )
 
 

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from importlib.resources import files
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from flagcore.contracts import KernelCosts, MemoryModel, Telemetry
 from flagcore.domain.chip import Chip, Device, Source, Support
 from flagcore.domain.cluster import NodeGroup, Topology
-from flagcore.domain.engine import EngineSupport, TaskAdvice
+from flagcore.domain.engine import DeviceResource, EngineSupport, TaskAdvice
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
@@ -96,7 +97,7 @@ class VendorPlugin:
         return topology_of(with_adapters) if with_adapters else None
 
     @hookimpl
-    def flagcore_memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None:
+    def flagcore_memory_model(self, group: NodeGroup, engine: str, kind: str) -> MemoryModel | None:
         return self.memory(group, engine) if self.owns(group.chip) else None
 
     @hookimpl
@@ -127,6 +128,8 @@ class VendorPlugin:
         is_fitted = support.overheads or support.shared_devices or cost_file(self.package, chip, "serving.yaml")
         if kind == "serve" and not is_fitted:
             notes.append(Message(UNFITTED, chip=chip.name))
+        kubernetes, slurm = (_of_chip(each, chip) for each in (support.kubernetes, support.slurm))
+        support = replace(support, kubernetes=kubernetes, slurm=slurm)
         if self.detector:
             visible, outer = support.visible_devices or self.detector.visible, self.detector.outer
             support = replace(support, visible_devices=visible, outer_variable=support.outer_variable or outer)
@@ -185,6 +188,13 @@ class VendorPlugin:
 
 def _sourced(note: str, source: Source) -> Message:
     return Message("{note} ({kind}: {source})", note=Message(note), kind=Message(source.kind), source=source.detail)
+
+
+def _of_chip(resource: DeviceResource | None, chip: Chip) -> DeviceResource | None:
+    """Return the resource with its name for a chip."""
+    names = resource.chips.items() if resource else ()
+    name = next((name for pattern, name in names if fnmatchcase(chip.name, pattern)), "")
+    return replace(resource, name=name) if resource and name else resource
 
 
 def _reported(support: EngineSupport, report: Report) -> EngineSupport:

@@ -39,6 +39,7 @@ def step_time(answer: Answer, spec: str) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.costly
 def test_a_calibration_is_saved_listed_used_and_deleted(
     flag: Flag, answer: Answer, home: Path, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -68,6 +69,7 @@ def test_a_calibration_is_saved_listed_used_and_deleted(
     assert step_time(answer, spec) == seconds_before
 
 
+@pytest.mark.costly
 def test_a_failed_measurement_is_reported_in_one_line_and_not_saved(
     flag: Flag, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +84,7 @@ def test_a_failed_measurement_is_reported_in_one_line_and_not_saved(
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.costly
 def test_ctrl_c_leaves_no_process_and_saves_nothing(home: Path, project: Project) -> None:
     process = project.start("calibrate", "--seconds", "60")
     assert within(60, lambda: len(project.processes()) >= 3)  # flag, the guard, the program
@@ -125,6 +128,7 @@ def test_what_is_wrong_with_a_calibration_is_reported_when_it_is_used(
     assert ("of the processors" in caplog.text) == bool(others)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("arguments", "words"), [(("--devices", "900"), "--devices 900: this machine has "), ((), "cannot be written: ")]
 )
@@ -200,7 +204,7 @@ def test_the_best_right_values_are_combined(
     assert {setting for setting, text in why.items() if text} == {"ACME_PROTO=wrong", "ACME_PROTO=crashes"} | (
         set() if rounding else {"ACME_ALGO=tree"}
     )
-    assert [(path, each.environment) for path, each in choices.choices()] == [(file, expected)]
+    assert [(path, each.environment) for path, each in choices.choices(print)] == [(file, expected)]
 
 
 def test_a_choice_is_a_knob_that_predicts_the_time_of_collectives() -> None:

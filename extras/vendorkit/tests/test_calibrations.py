@@ -105,8 +105,9 @@ def test_an_invalid_file_is_reported_with_its_fix(
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path))
     (tmp_path / "choices").mkdir()
     (tmp_path / "choices" / "a.json").write_text(text)
-    with pytest.raises(RunError, match=r"measure it again, or delete the file"):
-        choices()
+    warnings = list[str]()
+    assert [*choices(warnings.append)] == []
+    assert [each for each in warnings if "measure it again, or delete the file" in each] == warnings != []
 
 
 def test_measured_choices_are_knobs_of_their_chip_and_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +217,7 @@ def test_the_spread_is_reported_in_percent() -> None:
     assert record["spread_percent"] == pytest.approx(5.0)
 
 
+@pytest.mark.costly
 def test_the_measurement_sees_the_devices_that_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, str]] = []
 
@@ -299,6 +301,7 @@ class Lists:
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("torch") is None, reason="measuring needs torch")
+@pytest.mark.costly
 def test_an_uncatalogued_chip_is_calibrated_and_planned_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels are measured for real, on a core that torch reports as Weird 9000."""
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path))

@@ -14,6 +14,7 @@ from flagcore_testing.toy import ENGINE
 from flagcore_vendorkit.calibration.overlay import ExtendedPlugins
 from flagcore_vendorkit.chip_file import load_chips, read_chip
 from flagcore_vendorkit.engines import Variable, all_knobs, read_engines, read_maturity, read_quirks, read_variables
+from flagcore_vendorkit.fields import Scope
 from flagcore_vendorkit.settings import UNKNOWN_TIME, Cost, Settings
 
 from flagcore.domain.chip import Chip, Source
@@ -198,6 +199,11 @@ def test_a_release_range_matches_a_release_inside_it_or_unknown(
     versions: str, release: str | None, holds: bool
 ) -> None:
     assert in_versions(versions, release) == holds
+
+
+@pytest.mark.parametrize(("release", "applies"), [("0.11.2", True), ("0.12.0", False), (None, False), ("main", False)])
+def test_a_fault_of_old_releases_does_not_apply_to_an_unknown_one(release: str | None, *, applies: bool) -> None:
+    assert Scope(versions="<0.12").includes(tasks.CHIP, "vllm", release) == applies
 
 
 SLOWER = Cost(why="slower", time=(1.0, 1.5), source="a page")

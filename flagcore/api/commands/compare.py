@@ -4,17 +4,19 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 from flagcore.api.commands.explain import RAN, state_of
 from flagcore.api.inputs import SpecLike
 from flagcore.api.runs import Snapshot, load_snapshot
-from flagcore.api.subject import Subject
+from flagcore.api.subject import Subject, expected_text
 from flagcore.domain.prediction import Prediction
 from flagcore.domain.records import GIB
+from flagcore.domain.trial import is_disturbed
 from flagcore.errors import UsageError
-from flagcore.i18n import N_, _
+from flagcore.i18n import _
 from flagcore.report.candidate_report import (
     CORRECTED,
     NOT_SIGNIFICANT,
@@ -25,7 +27,7 @@ from flagcore.report.candidate_report import (
     MeasuredRuns,
     Side,
     figure_pairs,
-    median_latencies,
+    shown_latencies,
 )
 from flagcore.report.explanation import memory_parts
 from flagcore.tuner.run_folder import differences
@@ -80,7 +82,7 @@ def compare_subjects(a: Subject, b: Subject) -> Comparison:
         tasks=_task_differences(a.snapshot, b.snapshot),
         time=pairs(lambda found: found.parts_s),
         memory=pairs(lambda found: {name: size / GIB for name, size in memory_parts(found).items()}),
-        figures=pairs(median_latencies),
+        figures=pairs(partial(shown_latencies, limits=[*specs[0].work.slo, *specs[1].work.slo])),
         gap=None if seconds is None else _relative(a, b, *seconds),
         certainty=certainty,
         because=tuple(_reasons(a, b, sides, seconds, certainty)),
@@ -101,7 +103,7 @@ def _side(subject: Subject) -> Side:
         state=state,
         because=tuple(because),
         predicted=subject.predicted,
-        believed=None if state == RAN else subject.believed,
+        believed=None if state == RAN and not is_disturbed(subject.runs) else subject.believed,
         measured=_measured(subject),
     )
 
@@ -183,10 +185,8 @@ def _reasons(
         return [_("{name} is illegal: {reason}", name=name, reason=reason) for name, reason in illegal]
     if seconds is None:
         return [_("at least one time is unknown")]
-    source = SOURCES.get(certainty, N_("measured"))
-    return [b.causes_against(a, "A", seconds, _(source))] if _unit(a) == _unit(b) else []
+    sources = {PREDICTED: _("predicted"), CORRECTED: expected_text((a, b))}
+    return [b.causes_against(a, "A", seconds, sources.get(certainty, _("measured")))] if _unit(a) == _unit(b) else []
 
 
 MAX_DIFFERENCES = 12
-SOURCES = {PREDICTED: N_("predicted"), CORRECTED: N_("expected after trials")}
-"""How the times of a comparison are known, by its certainty. By default, they are measured."""

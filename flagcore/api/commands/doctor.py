@@ -53,25 +53,27 @@ def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
 
 def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return one record per plugin, loaded or failed, with its chips and the reasons for failures."""
-    loaded_plugins = plugins.with_overlay(plugins.load_plugins(without), LOG.warning)
-    undetected_vendors = loaded_plugins.detection_failures()
-    chips = loaded_plugins.chips()
+    return _plugins(plugins.with_overlay(plugins.load_plugins(without), LOG.warning))
+
+
+def _plugins(loaded: plugins.LoadedPlugins) -> list[dict[str, Any]]:
+    undetected_vendors, chips = loaded.detection_failures(), loaded.chips()
     records: list[dict[str, Any]] = [
         {
             "name": plugin.name,
             "distribution": plugin.distribution,
             "version": plugin.version,
             "status": "loaded",
-            "maturity": loaded_plugins.maturity(plugin),
-            "chips": [chip.name for chip in chips if loaded_plugins.owner(chip.name) == plugin.name],
-            "problem": "; ".join(str(f) for f in loaded_plugins.failures if f.name == plugin.name) or None,
+            "maturity": loaded.maturity(plugin),
+            "chips": [chip.name for chip in chips if loaded.owner(chip.name) == plugin.name],
+            "problem": "; ".join(str(f) for f in loaded.failures if f.name == plugin.name) or None,
             "undetected": undetected_vendors.get(plugin.name),
         }
-        for plugin in loaded_plugins.plugins
+        for plugin in loaded.plugins
     ]
     names = {record["name"] for record in records}
     empty: dict[str, Any] = {"version": None, "status": "failed", "maturity": None, "chips": []}
-    for failure in loaded_plugins.failures:
+    for failure in loaded.failures:
         if failure.name not in names:
             identity = {"name": failure.name, "distribution": failure.distribution}
             records.append({**identity, **empty, "problem": str(failure), "undetected": None})
@@ -100,7 +102,8 @@ def doctor(*, measure: bool = True) -> list[dict[str, Any]]:
         for name in plugins.names(plugins.ENGINES):
             records += _engine(name, loaded, tuple(chips_by_name.values()))
         records += _support(loaded, tuple(chips_by_name.values()))
-    for plugin in plugin_table():
+        found = _plugins(loaded)
+    for plugin in found:
         name, problem = plugin["distribution"] or plugin["name"], plugin["problem"] or ""
         records.append(_record(name, _("plugin {name}", name=plugin["name"]), plugin["version"], problem))
         if plugin["undetected"]:

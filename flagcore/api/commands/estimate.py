@@ -25,15 +25,10 @@ from flagcore.domain.spec import AUTO, Spec, Task, pareto
 from flagcore.errors import FlagError, NothingFits
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
-from flagcore.report.estimate import ChipPlan, Estimate, Mixing
+from flagcore.report.estimate import ChipPlan, Estimate, Mixing, expected_text
 from flagcore.report.text import DEPTHS, candidate_line
 from flagcore.tuner.effects import effects_of_row
-from flagcore.tuner.feasibility import (
-    caveat_text,
-    no_time,
-    nothing_fits_text,
-    search_time,
-)
+from flagcore.tuner.feasibility import caveat_text, no_time, nothing_fits_text, planned_gain, search_time
 from flagcore.tuner.problem import (
     LAST,
     build_problem,
@@ -80,23 +75,28 @@ def estimate(
     task, order = problem.task, rows_by_time(problem)
     groups, precision = task.cluster.groups, task.spec.work.precision
     if not order.size:
-        raise _nothing_fits(problem, loaded)
+        is_detected = task.spec.cluster.chip == AUTO and not task.spec.cluster.groups  # no change of it helps
+        change = None if is_detected else partial(cheapest_change, problem, loaded)
+        raise NothingFits(nothing_fits_text(problem, change))
     published = published_runs(problem, loaded, None if evidence else NEAREST)
     place = recommended(problem, order)
-    can_run = not (task.spec.work.missing or problem.engine.plans.only)
-    target = command = ""
-    if start and can_run:
-        target = first_target(snapshot_of(opened), problem.space.candidate(int(order[place])))
-        command = start(target) if target else ""
-    if on_page is not None:
-        on_page(plan_report(problem, spec, command))
-    expected_s, is_here = expected_seconds(problem, float(problem.predictions.step_time_s[order[place]]), loaded)
+    can_start = not task.spec.work.missing
+    can_run = can_start and not problem.engine.plans.only
+    row = int(order[place])
+    target = first_target(snapshot_of(opened), problem.space.candidate(row)) if start and can_start else ""
+    expected_s, is_here = expected_seconds(problem, float(problem.predictions.step_time_s[row]), loaded)
     untimed = int(np.isnan(problem.predictions.step_time_s[order]).sum())
-    return Estimate(
+    candidates = _candidates(problem, order, top, place, distinct=distinct)
+    if expected_s:
+        best = next(each for each in candidates["candidates"] if each["recommended"])
+        best["expected_s"] = dict(zip(("value", "low", "high"), expected_s, strict=True))
+    found = Estimate(
         chip=task.cluster.chips,
         devices=task.cluster.devices,
         counts=count(problem.space, problem.pruned, SearchState()),
-        **_candidates(problem, order, top, place, distinct=distinct),
+        **candidates,
+        gain=planned_gain(problem, row),
+        limits=task.spec.work.slo,
         defaults=_engine_defaults(problem),
         expected_s=expected_s,
         expected_here=is_here,
@@ -118,14 +118,9 @@ def estimate(
         labels=problem.engine.plans.labels,
         target=target,
     )
-
-
-def _nothing_fits(problem: Problem, plugins: LoadedPlugins) -> NothingFits:
-    """Return the error if no candidate fits. It names a change that helps, unless the chip was detected here."""
-    cluster = problem.task.spec.cluster
-    is_detected = cluster.chip == AUTO and not cluster.groups
-    change = None if is_detected else partial(cheapest_change, problem, plugins)
-    return NothingFits(nothing_fits_text(problem, change))
+    if on_page is not None:
+        on_page(plan_report(problem, spec, start(target) if start and target else "", expected_text(found)))
+    return found
 
 
 def _first_line(report: Callable[[str], object], platform: Platform, space: Space, predictions: Predictions) -> None:
@@ -220,8 +215,8 @@ def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
     `slo` contains the predicted figures of a server that exceed their limits, in seconds.
     """
     task, space, limits = problem.task, problem.space, problem.task.spec.work.slo
-    records = []
-    for row, found in zip(rows, detailed_predictions(problem.platform, space.columns(rows)), strict=True):
+    records, known = [], problem.predictions.take(rows)  # of one candidate alone, a search for a load may end elsewhere
+    for row, found in zip(rows, detailed_predictions(problem.platform, space.columns(rows), known), strict=True):
         candidate = space.candidate(int(row))
         more: dict[str, Any] = {}
         if task.spec.work.assumed:

@@ -16,7 +16,7 @@ from flagcore.api.subject import Subject, best_of
 from flagcore.domain.plan import failed_repeats
 from flagcore.domain.prediction import Prediction
 from flagcore.domain.space import DOES_NOT_FIT, Candidate
-from flagcore.domain.trial import ESTIMATE, PROBE, Role, Trial, TrialState
+from flagcore.domain.trial import ESTIMATE, PROBE, Role, Trial, TrialState, is_disturbed
 from flagcore.errors import NothingFits, SpecError
 from flagcore.i18n import N_, _
 from flagcore.report.candidate_report import (
@@ -28,9 +28,9 @@ from flagcore.report.candidate_report import (
     seconds_text,
 )
 from flagcore.report.explanation import Explanation, needs_text, used_text
-from flagcore.report.formats import shown
+from flagcore.report.formats import NAMES, shown
 from flagcore.report.result import TrialResult, stop_reason
-from flagcore.report.text import candidate_text, knob_of, reason_text, scaled_text, state_name
+from flagcore.report.text import answers_text, candidate_text, knob_of, reason_text, scaled_text, state_name
 from flagcore.tuner.feasibility import require_candidate
 from flagcore.tuner.problem import lacks_margin, recommended_row, rows_by_time
 from flagcore.tuner.search_state import count
@@ -42,12 +42,6 @@ ILLEGAL, OUTSIDE, REMOVED = N_("illegal"), N_("not in the space"), N_("removed")
 RAN, OPEN = N_("ran"), N_("open")
 """States of a candidate. ILLEGAL: a rule of the engine forbids it. OUTSIDE: the spec does not list it. REMOVED: a rule
 removed it. RAN: it has a trial. OPEN: it may be tried."""
-LEGAL = {
-    True: N_("it would be legal, and would fit in memory"),
-    False: N_("it would be legal, but would not fit in memory"),
-    None: N_("it would be legal; whether it would fit in memory is unknown"),
-}
-"""The text for a candidate outside the space. The key is whether it is predicted to fit."""
 
 
 def state_of(subject: Subject) -> tuple[str, list[str], Sequence[ExcludingRule]]:
@@ -78,7 +72,7 @@ def _state_outside(subject: Subject, predicted: Prediction) -> tuple[str, list[s
         return REMOVED, [*map(str, rules), needs_text(predicted)], rules
     not_listed = [_("not in the space: the values in auto_tuner.space cannot be combined to this candidate")]
     pruned_by = snapshot.pruned_by(subject.columns)
-    lines = [*(outside or not_listed), _(LEGAL[predicted.fits]), needs_text(predicted)]
+    lines = [*(outside or not_listed), _(NAMES["legal"][str(predicted.fits)]), needs_text(predicted)]
     return OUTSIDE, [*lines, *(_("it would be removed: {rule}", rule=each) for each in pruned_by)], []
 
 
@@ -111,6 +105,7 @@ def _end_of_trial(snapshot: Snapshot, trial: Trial) -> str:
         line += _("({part} of {whole} samples; 80%: {low} to {high} s)", part=samples, whole=whole_samples, **bounds)
     if trial.role is Role.IMPORTED:
         return line + ", " + _("on another machine ({source})", source=trial.source)
+    line += "".join(f"; {each}" for each in [answers_text(trial, state.baseline)] if each)
     if measured.broken:
         line += "; " + _("over a limit: {limits}", limits=", ".join(measured.broken))
     runs = state.all_runs(trial.candidate)
@@ -179,7 +174,7 @@ def _why_open(subject: Subject) -> list[str]:
     places = (np.flatnonzero(order == subject.row) + 1).tolist()
     lines = [_("number {place:,} of {count:,} in `flag estimate`", place=place, count=order.size) for place in places]
     if subject.row is not None and subject.row == recommended_row(subject.snapshot.problem):
-        lines.append(_("recommended"))
+        lines.append(_("recommended") if run is None else _("recommended by `flag estimate`"))
     if places and lacks_margin(subject.snapshot.task, subject.snapshot.problem.predictions)[subject.row]:
         text = N_("plans list it last, because it leaves less than {share:.1%} of the memory free")
         lines.append(_(text, share=1.0 - PLANNED_SHARE))
@@ -302,7 +297,7 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
         because=(*because, *_fits_without(subject)),
         rules=tuple(rules),
         predicted=subject.predicted,
-        believed=None if state == RAN else subject.believed,
+        believed=None if state == RAN and not is_disturbed(subject.runs) else subject.believed,
         objective=snapshot.task.spec.objective,
         requested=subject.requested.as_dict() if is_equivalent else None,
         expected_s=subject.expected_s,
@@ -310,6 +305,7 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
         changes={kind: _change(subject, row) for kind, row in changes.items()},
         causes=subject.causes,
         matches=tuple(_change(subject, row) for row in subject.others),
+        limits=snapshot.task.spec.work.slo,
         knobs=snapshot.problem.knobs,
     )
 
@@ -337,5 +333,5 @@ def _change(subject: Subject, row: int) -> Alternative:
         predicted=with_figures(snapshot.task, snapshot.problem.predictions.row(row)),
         expected_s=other.expected_s,
         trial=next(trials, None),
-        measured=other.measured_s is not None,
+        measured=other.comparable_s is not None,
     )

@@ -26,7 +26,7 @@ from flagcore.errors import FlagError, SpecError, UsageError
 from flagcore.i18n import N_, _, did_you_mean
 from flagcore.launchers.script import checked_name, job_name, start_script
 from flagcore.report.formats import hardware_text
-from flagcore.report.text import candidate_text
+from flagcore.report.text import answers_text, candidate_text
 from flagcore.tuner.devices import without_local_devices
 from flagcore.tuner.stages.launch import planned_launch, prepared_launch
 
@@ -67,12 +67,12 @@ def export(
         fix = N_("set it: a prediction does without it, a start does not")
         raise SpecError(key=f"{work.kind}.{work.missing}", problem="is missing", fix=fix)
     with writable(folder, _("choose another folder with --output")), _whole_folder(folder) as draft:
-        exporters = _exporters(work.engine)
-        files_of = partial(_files, snapshot, chosen, exporters, draft, job_id, options or {})
+        files_of = partial(_files, snapshot, chosen, draft, job_id, options or {})
         try:
             files, missing = files_of(target)
         except UsageError as error:
-            accepted = [each for each in exporters if each != target and _is_accepted(files_of, each)]
+            others = (each for each in export_targets(work.engine) if each != target)
+            accepted = [each for each in others if _is_accepted(files_of, each)]
             known = [_("targets that accept this job: {known}", known=", ".join(accepted))] if accepted else []
             raise UsageError("; ".join([str(error), *known])) from None
         for file, text in files.items():
@@ -130,23 +130,20 @@ DRAFT = ".part"
 
 
 def _files(
-    snapshot: Snapshot,
-    candidate: Candidate,
-    exporters: Mapping[str, Exporter | None],
-    folder: Path,
-    name: str,
-    options: Mapping[str, str],
-    target: str,
+    snapshot: Snapshot, candidate: Candidate, folder: Path, name: str, options: Mapping[str, str], target: str
 ) -> tuple[Mapping[str, str], str]:
     """Return the content of each file for a target, and what is missing. Raises UsageError if it is refused."""
+    exporters = _exporters(snapshot.task.spec.work.engine, target)
     if target not in exporters:
         extras = (plugins.missing_extra(group, target) for group in (plugins.LAUNCHERS, plugins.IMPORTERS))
         fix = next(filter(None, extras), "") or did_you_mean(target, exporters)
         raise UsageError("; ".join(filter(None, [_("--to {target} is not a target of this job", target=target), fix])))
     exporter = exporters[target]
     job = _job(snapshot, candidate, exporter, folder, name, options)
-    if job.unequal_nodes and not getattr(exporter, "per_kind", False):
+    most = getattr(exporter, "most_vendors", 0)
+    if job.unequal_nodes and len({group.chip.vendor for group in snapshot.task.cluster.groups}) > most:
         text = N_("--to {target} starts all nodes with one command, but this cluster has several kinds of chips")
+        text = N_("--to {target} starts no collective library that connects chips of several vendors") if most else text
         raise UsageError(_(text, target=target))
     files = {f"{name}.sh": start_script(job)} if exporter is None else exporter.export(job, target)
     return files, job.launch.missing if job.launch.sample else ""
@@ -154,11 +151,13 @@ def _files(
 
 def first_target(snapshot: Snapshot, candidate: Candidate) -> str:
     """Return the first target that accepts a candidate without options, the engine first. Empty if none does."""
-    exporters = _exporters(snapshot.task.spec.work.engine)
+    engine = snapshot.task.spec.work.engine
     with TemporaryDirectory() as folder, suppress(FlagError):
         require_startable(snapshot.problem, candidate, elsewhere=True)
-        files_of = partial(_files, snapshot, candidate, exporters, Path(folder), "job", {})
-        return next((each for each in exporters if _is_accepted(files_of, each)), "")
+        files_of = partial(_files, snapshot, candidate, Path(folder), "job", {})
+        if _is_accepted(files_of, engine):
+            return engine
+        return next((each for each in export_targets(engine) if _is_accepted(files_of, each)), "")
     return ""
 
 
@@ -174,16 +173,16 @@ def export_targets(engine: str | None = None) -> tuple[str, ...]:
     return tuple(_exporters(engine))
 
 
-def _exporters(engine: str | None) -> dict[str, Exporter | None]:
-    """Return the exporters that can be loaded by target. None is that of an engine: its target is a start script."""
+def _exporters(engine: str | None, wanted: str = "") -> dict[str, Exporter | None]:
+    """Return the exporters that can be loaded by target, up to `wanted`. None is that of an engine: a start script."""
     names = (engine,) if engine else plugins.names(plugins.ENGINES)
-    loads: list[Callable[[], object]] = [partial(plugins.launcher, name) for name in plugins.names(plugins.LAUNCHERS)]
+    loads: list[Callable[[], object]] = [partial(plugins.find_engine, name) for name in names]
+    loads += [partial(plugins.launcher, name) for name in plugins.names(plugins.LAUNCHERS)]
     loads += [partial(plugins.importer, name) for name in plugins.names(plugins.IMPORTERS)]
-    loads += [partial(plugins.find_engine, name) for name in names]
     result: dict[str, Exporter | None] = dict.fromkeys(names)
     for load in loads:
         with suppress(FlagError):
-            if isinstance(found := load(), Exporter):
+            if wanted not in result and isinstance(found := load(), Exporter):
                 result |= dict.fromkeys(found.targets, found)
     return result
 
@@ -202,19 +201,21 @@ def _job(
     platform = platform if exporter is None or exporter is engine else without_local_devices(platform)
     platform = _elsewhere(platform, exporter, engine)
     comments = _comments(snapshot, candidate)
-    single_server, replicas, servers_of = candidate, 1, snapshot.problem.engine
+    servers_of, copies = snapshot.problem.engine, int(options.get("replicas", 1))
     make = partial(ExportJob, name=name, comments=comments, platform=platform, candidate=candidate, options=options)
     make = partial(make, image=servers_of.image(platform))
-    if exporter is not None and exporter.per_server:
-        servers = servers_of.servers(platform, candidate, name)
-        if isinstance(servers, ServerGroups):
-            groups = tuple(replace(each, launch=prepared_launch(platform, each.launch)) for each in servers.groups)
-            return make(launch=groups[0].launch, devices=groups[0].devices, servers=replace(servers, groups=groups))
-        single_server, replicas = servers
+    per_server = exporter is not None and exporter.per_server
+    servers = servers_of.servers(platform, candidate, name) if per_server else (candidate, 1)
+    if copies > 1 and (isinstance(servers, ServerGroups) or not per_server or snapshot.task.spec.work.has_steps):
+        raise UsageError(_("--replicas is for equal servers, each on one host, and targets that start several"))
+    if isinstance(servers, ServerGroups):
+        groups = tuple(replace(each, launch=prepared_launch(platform, each.launch)) for each in servers.groups)
+        return make(launch=groups[0].launch, devices=groups[0].devices, servers=replace(servers, groups=groups))
+    single_server, replicas = servers
     launch = Launch(argv=(), folder="") if exporter is engine else _launch(platform, single_server, folder)
     per_node = max(group.devices_per_node for group in snapshot.task.cluster.groups)
     used = servers_of.device_counts(snapshot.task, columns_of(snapshot, single_server))
-    return make(launch=launch, devices=min(per_node, int(used[0])), replicas=replicas)
+    return make(launch=launch, devices=min(per_node, int(used[0])), replicas=replicas * copies)
 
 
 def _elsewhere(platform: Platform, exporter: Exporter | None, engine: object) -> Platform:
@@ -252,9 +253,12 @@ def _comments(snapshot: Snapshot, candidate: Candidate) -> tuple[str, ...]:
     hardware = hardware_text(task.cluster.devices, task.cluster.chips)
     work = task.spec.work
     release = f" with {work.engine} {work.engine_version}" if work.engine_version else ""
-    lines = [f"{candidate_text(candidate, knobs)} on {hardware}{release}, from {snapshot.where.resolve().name}"]
-    for name, value in candidate.items:
-        knob = knobs.get(name)
-        if knob is not None and value not in (None, knob.neutral):
-            lines.append(f"  {name} = {value}: {knob.help}")
-    return tuple(lines)
+    first = f"{candidate_text(candidate, knobs)} on {hardware}{release}, from {snapshot.where.resolve().name}"
+    own = [(knobs[name], value) for name, value in candidate.items if name in knobs and value is not None]
+    state = snapshot.search_state
+    answers = answers_text(state.reported_trial(state.by_candidate.get(candidate)), state.baseline)
+    return (
+        first,
+        *filter(None, [answers]),
+        *(f"  {knob.name} = {value}: {knob.help}" for knob, value in own if value != knob.neutral),
+    )

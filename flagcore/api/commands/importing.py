@@ -9,16 +9,7 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.api.candidate_parser import legal_candidate
-from flagcore.api.inputs import (
-    RUNS,
-    LoadedSpec,
-    SpecLike,
-    check_spec,
-    fixed_task,
-    open_spec,
-    spec_data,
-    write_spec,
-)
+from flagcore.api.inputs import RUNS, LoadedSpec, SpecLike, check_spec, fixed_task, open_spec, spec_data, write_spec
 from flagcore.contracts import HistoryReader, ImportedSpec, Problem
 from flagcore.domain.knob import Knobs
 from flagcore.domain.space import Candidate, KnobValue

@@ -1,21 +1,20 @@
 """Creates specs from a few values."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
 from flagcore.api.inputs import UNNAMED, LoadedSpec, check_chips, check_spec
+from flagcore.api.notes import LOG
 from flagcore.contracts import ImportedSpec
 from flagcore.domain.chip import USUAL_DEVICES
 from flagcore.domain.spec import ImportNote
-from flagcore.errors import FlagError
 from flagcore.spec.clusters import ClusterSection
 from flagcore.spec.models import absolute_model, model_from
 from flagcore.spec.schema import CommonSection
-from flagcore.spec.validate import Section
+from flagcore.spec.validate import Section, texts_of
 
 
 def _documents_of(engine: str) -> Any:
@@ -24,9 +23,9 @@ def _documents_of(engine: str) -> Any:
 
 
 def defaults_of(engine: str) -> Mapping[str, Any]:
-    """Return the keys that a new spec of an engine needs, each with its default. Raises SpecError."""
-    defaults: Mapping[str, Any] = _documents_of(engine).DEFAULTS
-    return defaults
+    """Return the keys that a new spec of an engine needs or should have, each with its default. Raises SpecError."""
+    documents = _documents_of(engine)
+    return {**documents.DEFAULTS, **getattr(documents, "PROPOSED", {})}
 
 
 def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mapping[str, Any]) -> ImportedSpec:
@@ -57,20 +56,14 @@ def spec_of_model(
     `engine`: None means the engine that is the default for plans. `chip`: None means that of this machine. `devices`:
     the number per node; None means all. The clients of servers are those of a new spec for each device.
     """
-    engine = engine or _default_engine()
+    kinds = plugins.usable(plugins.kinds(), LOG.debug).values()
+    engine = engine or next((kind.plans_with for kind in kinds if kind.plans_with), "")
     cluster: dict[str, Any] = {"nodes": nodes or 1}
     cluster |= {key: value for key, value in (("chip", chip), ("devices_per_node", devices)) if value is not None}
     count = cluster["nodes"] * (devices or (USUAL_DEVICES if chip or nodes else 1))
-    values = {key: count * value if key == "concurrency" else value for key, value in defaults_of(engine).items()}
+    defaults = _documents_of(engine).DEFAULTS.items()
+    values = {key: count * value if key == "concurrency" else value for key, value in defaults}
     return LoadedSpec(UNNAMED, new_spec(engine, model, cluster, values).data)
-
-
-def _default_engine() -> str:
-    for name in plugins.engines():
-        with suppress(FlagError):  # raised for engines that cannot be loaded
-            if plugins.find_engine(name).plans.by_default:
-                return name
-    return ""
 
 
 def _comments(data: Mapping[str, Any], sections: Mapping[str, type[Section]]) -> list[ImportNote]:
@@ -80,7 +73,6 @@ def _comments(data: Mapping[str, Any], sections: Mapping[str, type[Section]]) ->
         content: Any = data
         for part in filter(None, section.split(".")):
             content = content[part]
-        for key in content:
-            if (field := schema.model_fields.get(key)) is not None and field.description:
-                notes.append(ImportNote(key, field.description, f"{section}.{key}".lstrip(".")))
+        texts = texts_of(schema)
+        notes += [ImportNote(key, texts[key], f"{section}.{key}".lstrip(".")) for key in content if key in texts]
     return notes

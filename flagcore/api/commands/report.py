@@ -202,14 +202,14 @@ def report(run_dir: Path | str, *, without: Collection[str] = ()) -> str:
         return printable(page_writer().as_html(report_data(Path(run_dir), without)))
 
 
-def plan_report(problem: Problem, spec: SpecLike, start: str) -> str:
-    """Return the page of the plan of a spec as HTML, with the command `start`.
+def plan_report(problem: Problem, spec: SpecLike, start: str, expected: str) -> str:
+    """Return the page of the plan of a spec as HTML, with the command `start` and the time that is `expected`.
 
     Raises NoDevice if flagcore-page is not installed.
     """
     (file, content), plan = spec_data(spec), replace(dry_run(problem), fidelity=ESTIMATE)
     data, best = Result.write(plan, ""), plan.best.candidate if plan.best else None
-    context: dict[str, Any] = {"knobs": plan.knobs, "labels": problem.engine.plans.labels}
+    context: dict[str, Any] = {"knobs": plan.knobs, "labels": problem.engine.plans.labels, "expected": expected}
     here = f"{file.parent.resolve()}/"  # paths below the spec become relative
     context["start"] = start.replace(here, "")
     with TemporaryDirectory() as parent:
@@ -230,10 +230,7 @@ def save_report(run_dir: Path, ending: TuneResult, data: Mapping[str, Any]) -> b
     def made() -> str:
         insight_data = insight(ending.problem, ending.plan.best.candidate if ending.plan.best else None)
         write(run_dir / INSIGHT, json.dumps(insight_data, ensure_ascii=False) + "\n")
-        context: dict[str, Any] = {
-            "knobs": ending.plan.knobs,
-            "labels": ending.problem.engine.plans.labels,
-        }
+        context: dict[str, Any] = {"knobs": ending.plan.knobs, "labels": ending.problem.engine.plans.labels}
         return printable(page_writer().as_html(_redacted(data, insight_data, run_dir, run_dir, **context)))
 
     return _is_written(run_dir, made)
@@ -386,6 +383,7 @@ def _chips(task: Task) -> Iterator[Mapping[str, Any]]:
 
 def _facts(chip: Chip) -> Iterator[tuple[str, str, Fact | None]]:
     yield "memory", "bytes", chip.memory_bytes
+    yield "memory for programs", "bytes", chip.usable_bytes
     yield "memory bandwidth", "bytes/s", chip.memory_bandwidth_bytes_per_second
     for precision, fact in chip.dense_flops_per_second.items():
         yield f"peak of dense matrix products in {precision}", "flops/s", fact

@@ -45,36 +45,36 @@ def run_best(
 ) -> NoReturn:
     """Start the best configuration of a run, or with `dry_run` print the script that starts it.
 
-    Training replaces this process, or runs on the hosts of the run until this process ends. A command that the user has
-    to complete is only printed. Servers are child processes, which stop when this process ends. `on_ready` is called
-    with their URL once they respond. `port`: that of the servers, in place of their default. `stdout` is a file
-    descriptor for their output. Raises `no_best_error` if the run has no best configuration, UsageError if it cannot be
-    started, and HostLost if a host is lost.
+    Training replaces this process, or runs on the hosts of the run until this process ends. Servers are child
+    processes, which stop when this process ends. `on_ready` is called with their URL once they respond. `port`: that of
+    the servers, in place of their default. `stdout` is a file descriptor for their output. Raises `no_best_error` if
+    the run has no best configuration, UsageError if it cannot be started, or after its command is printed, because the
+    user has to complete it, and HostLost if a host is lost.
     """
     launch = _saved_launch(run_dir)
     ready, missing, folder = launch["ready"], str(launch["missing"]), launch["directory"]
-    # A command that the user has to complete would train on generated data.
-    argv = ["cat" if missing else "sh", str(Path(run_dir).resolve() / "best.sh")]
+    argv = ["bash", str(Path(run_dir).resolve() / "best.sh")]
     for path in (argv[1], *(() if missing else (folder,))):
         if not os.path.exists(path):
             raise UsageError(_("{path} is missing; restore it, or tune again with --new", path=path))
     if port is not None and not ready:
         raise UsageError(_("--port: the best configuration of {run} is no server that starts here", run=run_dir))
-    if dry_run:
-        sys.stdout.write(Path(argv[1]).read_text(encoding="utf-8"))
-        sys.exit()
+    if dry_run or missing:
+        (sys.stderr if stdout == 2 else sys.stdout).write(Path(argv[1]).read_text(encoding="utf-8"))
     sys.stdout.flush()
+    if dry_run:
+        sys.exit()
+    if missing:  # it would train on generated data
+        text = N_("the command of the best configuration of {run} is incomplete; add {missing}")
+        raise UsageError(_(text, run=run_dir, missing=missing))
     if ready:
         server = _on_port(Launch(argv=tuple(argv), folder=folder, ready=tuple(map(str, ready))), port)
         sys.exit(_serve(server, 1 if stdout is None else stdout, on_ready or str))
     if stdout is not None:
         os.dup2(stdout, 1)
-    if launch["hosts"] and not missing:
+    if launch["hosts"]:
         sys.exit(_run_on_hosts(Path(argv[1]), launch))
-    text = N_("training the best configuration of {run}; files go to {folder}")
-    if missing:
-        text = N_("the command of the best configuration of {run} is incomplete; add {missing}")
-    warn([_(text, run=run_dir, folder=launch["folder"], missing=missing)])
+    warn([_("training the best configuration of {run}; files go to {folder}", run=run_dir, folder=launch["folder"])])
     os.execvp(argv[0], argv)
 
 

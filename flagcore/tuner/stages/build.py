@@ -44,11 +44,12 @@ def bounds(platform: Platform, axes: Sequence[Axis], known_s: float | None, *, p
     candidates that are likely to be fast and to fit: from their predictions follows `known_s`. With `plan`, no trial
     corrects predictions, so more candidates are removed. There are no rules if a plugin's knob changes time or memory.
     """
-    task, engine_bounds = platform.task, platform.engine.bounds
+    task, own = platform.task, platform.engine.bounds
     effects = [effect for knob in task.knobs for effect in knob.effects.values()]
-    if engine_bounds is None or any((each.time, each.memory) != (Factor(), Factor()) for each in effects):
+    if own is None or any((each.time, each.memory) != (Factor(), Factor()) for each in effects):
         return ()
-    own = engine_bounds
+    if rules := own.rules(task.for_engine(), axes, platform.costs):
+        return rules if known_s is None else ()
 
     def values(bound: Callable[[Task, Columns, Costs], FloatArray], columns: Columns) -> FloatArray:
         result = np.zeros(columns[own.knobs[0]].shape)
@@ -70,12 +71,11 @@ def bounds(platform: Platform, axes: Sequence[Axis], known_s: float | None, *, p
     if known_s is None:
         return (Rule(name=NOT_LIKELY, knobs=knobs, message="", broken=is_not_likely),)
     large, slow = PLAN_FACTORS if plan else TRIAL_FACTORS
-    limit_s = slow * known_s
     too_slow = Rule(
         name="far_too_slow",
         knobs=knobs,
         message=Message("takes more than {slow} times as long as a known candidate, by a lower bound", slow=slow),
-        broken=lambda columns: values(own.seconds, columns) > limit_s,
+        broken=lambda columns: values(own.seconds, columns) > slow * known_s,
     )
     too_large = Rule(
         name="far_too_large",
@@ -191,6 +191,7 @@ def _requirement_rules(task: Task, knob: Knob, axes: Sequence[Axis]) -> Iterator
     If the required knob is not in the space, the setting of the same name in the spec must meet the requirement.
     """
     by_name, neutral = {axis.knob: axis for axis in axes}, plugin_axis(task, knob).encode(knob.neutral)
+    names = {"knob": knob.name, "help": Message(knob.help)}
     if knob.experts_only and not task.spec.model.experts:
         yield Rule(
             name=f"{knob.name}_without_experts",
@@ -205,12 +206,7 @@ def _requirement_rules(task: Task, knob: Knob, axes: Sequence[Axis]) -> Iterator
         yield Rule(
             name=f"{knob.name}_needs_{requirement.knob}",
             knobs=(knob.name, requirement.knob) if axis else (knob.name,),
-            message=Message(
-                "{knob} needs {requirement}: {help}",
-                knob=knob.name,
-                requirement=str(requirement),
-                help=Message(knob.help),
-            ),
+            message=Message("{knob} needs {requirement}: {help}", requirement=str(requirement), **names),
             broken=partial(_is_unmet, knob.name, neutral, requirement, axis),
         )
 
@@ -219,11 +215,8 @@ def _is_unmet(knob: str, neutral: int, requirement: Requirement, axis: Axis | No
     is_set = _is_set(knob, neutral, columns)
     if axis is None:
         return is_set
-    values, holds = columns[requirement.knob], np.ones(is_set.shape, dtype=np.bool_)
-    if requirement.at_least is not None:
-        holds &= values >= requirement.at_least
-    if requirement.at_most is not None:
-        holds &= values <= requirement.at_most
+    values, least, most = columns[requirement.knob], requirement.at_least, requirement.at_most
+    holds = (values >= (-np.inf if least is None else least)) & (values <= (np.inf if most is None else most))
     if requirement.one_of:
         holds &= np.isin(values, [axis.encode(each) for each in requirement.one_of])
     return is_set & ~holds
@@ -252,8 +245,7 @@ def build(
     If the space is large, rows that break `bounds` are removed. The axes of the knobs `first`, on which other rules
     depend, are crossed before the others. Raises SpecError if the space is too large.
     """
-    crossing = _Crossing(tuple(sorted(axes, key=lambda axis: axis.knob not in first)))
-    is_large = False
+    crossing, is_large = _Crossing(tuple(sorted(axes, key=lambda axis: axis.knob not in first))), False
     for index, axis in enumerate(crossing.axes):
         crossed = {axis.knob for axis in crossing.axes[: index + 1]}
         new_rules = [rule for rule in rules if axis.knob in rule.knobs and crossed.issuperset(rule.knobs)]
@@ -261,7 +253,7 @@ def build(
         crossing.cross(new_rules, new_merges)
         for rule in bounds:
             if axis.knob in rule.knobs and crossed.issuperset(rule.knobs):
-                is_large = is_large or crossing.rows.size > BOUND_ROWS
+                is_large = is_large or crossing.rows.size > max(BOUND_ROWS, rule.least_rows)
                 if is_large:
                     crossing.remove(rule)
     return crossing.space(axes)
@@ -269,8 +261,7 @@ def build(
 
 def check(columns: Columns, rules: Sequence[Rule], merges: Sequence[Merge]) -> tuple[dict[str, IntArray], list[Rule]]:
     """Return a candidate (one row) in canonical form, and the rules that it breaks before it is made canonical."""
-    broken = [rule for rule in rules if bool(rule.broken(columns).any())]
-    return canonical(columns, merges), broken
+    return canonical(columns, merges), [rule for rule in rules if bool(rule.broken(columns).any())]
 
 
 def canonical(columns: Columns, merges: Sequence[Merge]) -> dict[str, IntArray]:
@@ -300,7 +291,8 @@ class _Crossing:
         """Cross the rows with the next axis, merge equal rows and drop illegal ones."""
         axis = self.axes[self.crossed]
         stride = prod(int(codes.size) for codes in self.codes)
-        self.codes.append(_codes(axis))
+        values = (*axis.values, axis.neutral, *axis.extra_values)  # those to cross are first
+        self.codes.append(np.array([*dict.fromkeys(map(axis.encode, values))], dtype=np.int64))
         self.crossed += 1
         if stride * self.codes[-1].size >= 2**62:
             problem = "has too many combinations to count"
@@ -420,12 +412,6 @@ class _Crossing:
                 self.illegal[name] = self.illegal.get(name, 0) + count
             is_legal &= ~broken
         return rows[is_legal] if rules else rows
-
-
-def _codes(axis: Axis) -> IntArray:
-    """Return the codes of an axis: first for the values to cross, then for other valid values."""
-    values = (*axis.values, axis.neutral, *axis.extra_values)
-    return np.array(list(dict.fromkeys(axis.encode(value) for value in values)), dtype=np.int64)
 
 
 def _distinct(rows: IntArray) -> IntArray:

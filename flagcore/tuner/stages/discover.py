@@ -129,6 +129,8 @@ def _group(requested: ClusterSpec, chip: Chip, devices: tuple[Device, ...], supp
     local_devices = [device for device in chip_devices if device.host == chip_devices[0].host]
     count = requested.devices_per_node or len(local_devices) or chip.devices_per_node
     reported = [device.memory_bytes for device in local_devices if device.memory_bytes]
+    if chip.usable_bytes:
+        reported = [min(each, int(chip.usable_bytes.value)) for each in reported]
     memory = min(reported, default=None)
     if memory and support.shared_devices:
         memory = sum(reported) // max(len(reported), count)

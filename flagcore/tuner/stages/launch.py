@@ -66,20 +66,15 @@ def _launch_on(platform: Platform, planned: Launch, host: str = "") -> Launch:
 
 def limited_launch(platform: Platform, planned: Launch, limit: TimeLimit) -> Launch:
     """Return the launch `planned` with the time, memory and disk limits of a trial."""
+    group = platform.task.cluster.groups[0]
+    memory_bytes = group.memory_bytes * group.devices_per_node if group.memory_bytes else None
     return replace(
         planned,
         timeout_seconds=limit.seconds,
         timeout_because=limit.because,
-        memory_limit_bytes=_memory_limit_bytes(platform),
+        memory_limit_bytes=memory_bytes if platform.support.shared_devices else None,
         disk_limit_bytes=platform.task.spec.control.disk_limit or planned.disk_limit_bytes,
     )
-
-
-def _memory_limit_bytes(platform: Platform) -> int | None:
-    """Return the bytes that all processes of a node may use if devices share its memory, otherwise None."""
-    group = platform.task.cluster.groups[0]
-    memory = group.memory_bytes * group.devices_per_node if group.memory_bytes else None
-    return memory if platform.support.shared_devices else None
 
 
 def planned_launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:

@@ -22,7 +22,10 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
     own_trials = [trial for trial in trials if trial.fidelity == fidelity]
     measured_interference = interference(own_trials)
     if measured_interference and not measured_interference.is_negligible:
-        own_trials = [_disturbed(trial) for trial in own_trials]
+        own_trials = [
+            replace(each, inconclusive=True) if each.group is not None and each.state in TIMED_STATES else each
+            for each in own_trials
+        ]
     by_candidate = _results(own_trials)
     state = SearchState(
         by_candidate=by_candidate,
@@ -31,14 +34,9 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
         probes=tuple(trial for trial in trials if trial.fidelity != fidelity),
         interference=measured_interference,
     )
-    order = _by_speed(state)
+    timed = [each for each in by_candidate.values() if each.is_conclusive and state.runs_of(each.candidate)]
+    order = sorted(timed, key=lambda trial: state.speed_of(trial.candidate), reverse=True)
     return replace(state, best=_best(state, order), fastest=next(iter(order), None))
-
-
-def _disturbed(trial: Trial) -> Trial:
-    """Return a trial, marked inconclusive if it has step times and ran while others did."""
-    is_disturbed = trial.group is not None and trial.state in TIMED_STATES
-    return replace(trial, inconclusive=True) if is_disturbed else trial
 
 
 def _results(trials: Sequence[Trial]) -> dict[Candidate, Trial]:
@@ -51,12 +49,6 @@ def _results(trials: Sequence[Trial]) -> dict[Candidate, Trial]:
         if earlier is None or not earlier.is_conclusive or earlier.source or earlier.state is TrialState.FAILED:
             found[trial.candidate] = trial
     return found
-
-
-def _by_speed(state: SearchState) -> list[Trial]:
-    """Return the conclusive measured trials, the fastest first."""
-    measured = [each for each in state.by_candidate.values() if each.is_conclusive and state.runs_of(each.candidate)]
-    return sorted(measured, key=lambda trial: state.speed_of(trial.candidate), reverse=True)
 
 
 def _best(state: SearchState, order: Sequence[Trial]) -> Trial | None:

@@ -35,8 +35,8 @@ FORK_ROWS = 1 << 12
 """The fewest rows of a process. A fork costs as much as about a tenth of them."""
 
 
-def predict(platform: Platform, space: Space) -> Predictions:
-    """Return the predictions of all candidates in the order of the space's rows.
+def predict(platform: Platform, space: Space, *, rough: bool = False) -> Predictions:
+    """Return the predictions of all candidates in the order of the space's rows. `rough`: those of `Engine.rough`.
 
     Each processor predicts a share of a large space in a fork. A process with threads, other than timers, does not
     fork, because a lock that another thread holds would stay locked in the fork. A daemonic process may not fork.
@@ -48,7 +48,7 @@ def predict(platform: Platform, space: Space) -> Predictions:
     pieces = list(space.chunks(min(CHUNK, -(-len(space) // workers)))) or [slice(0, 0)]
 
     def predicted(some: Iterable[slice]) -> Iterator[Predictions]:
-        return (predict_columns(platform, space.columns(rows)) for rows in some)
+        return (predict_columns(platform, space.columns(rows), rough=rough) for rows in some)
 
     with ExitStack() as stack:
         forks = [stack.enter_context(_forked(predicted(pieces[start::workers]))) for start in range(1, workers)]
@@ -87,7 +87,7 @@ def _received(connection: Connection | None) -> Predictions | None:
     return None
 
 
-def predict_columns(platform: Platform, columns: Columns) -> Predictions:
+def predict_columns(platform: Platform, columns: Columns, *, rough: bool = False) -> Predictions:
     """Return the predictions for all rows of `columns`: the engine's, with the effects of the task's knobs.
 
     Settings that the engine does not model widen the intervals.
@@ -95,19 +95,20 @@ def predict_columns(platform: Platform, columns: Columns) -> Predictions:
     task, parts, order = platform.task, [], []
     uncertain = [Effect(time=Factor(low=low, high=high)) for low, high in (each.time for each in platform.unmodelled)]
     for effects, group_columns, rows in rows_by_effects(task, columns):
-        parts.append(scaled(_predicted(platform, task.for_engine(effects), group_columns), [*effects, *uncertain]))
+        found = _predicted(platform, task.for_engine(effects), group_columns, rough=rough)
+        parts.append(scaled(found, [*effects, *uncertain]))
         order.append(rows)
     if len(parts) <= 1:
-        return parts[0] if parts else _predicted(platform, task.for_engine(), columns)
+        return parts[0] if parts else _predicted(platform, task.for_engine(), columns, rough=rough)
     original_order: IntArray = np.argsort(np.concatenate(order), kind="stable").astype(np.int64)
     return Predictions.join(parts).take(original_order)
 
 
-def _predicted(platform: Platform, task: Task, columns: Columns) -> Predictions:
+def _predicted(platform: Platform, task: Task, columns: Columns, *, rough: bool) -> Predictions:
     """Return the predictions of the engine. Raises NoDevice if they are not one number per candidate."""
     engine, rows = platform.engine, next((column.size for column in columns.values()), 0)
     try:
-        found = engine.predict(task, columns, platform.costs)
+        found = (engine.rough if rough else engine.predict)(task, columns, platform.costs)
         if not isinstance(found, Predictions):
             raise BadPredictions(f"predict returned {type(found).__name__}, not Predictions")
         if columns and found.step_time_s.size != rows:

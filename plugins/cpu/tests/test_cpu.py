@@ -196,7 +196,7 @@ def test_more_ranks_than_cores_share_the_memory() -> None:
     chip = known_chip()
     models = [
         plugin.flagcore_memory_model(
-            NodeGroup(chip=chip, nodes=1, devices_per_node=chip.devices_per_node * times), "megatron"
+            NodeGroup(chip=chip, nodes=1, devices_per_node=chip.devices_per_node * times), "megatron", "train"
         )
         for times in (1, 4)
     ]

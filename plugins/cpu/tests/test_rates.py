@@ -156,6 +156,7 @@ def test_only_products_are_slow_in_an_emulated_precision() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.costly
 def test_the_program_measures_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path))

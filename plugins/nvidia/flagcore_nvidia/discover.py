@@ -1,6 +1,8 @@
 """Finds NVIDIA GPUs. Other vendors' torch also uses the device name cuda, and their drivers may contain an nvidia-smi,
 so PCI IDs and names identify the devices."""
 
+import time
+
 from flagcore_vendorkit.detection import DeviceDetector
 from flagcore_vendorkit.machine import TorchReport, query_tool, tool_output
 from flagcore_vendorkit.rows import Listing
@@ -13,8 +15,9 @@ def _query(fields: tuple[str, ...], timeout_seconds: float) -> Listing:
     """Return the devices with `fields` from a CSV query, or the devices of the table if nvidia-smi does not support a
     field."""
     query = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    start = time.monotonic()
     found = query_tool(lambda text: smi.read(text, fields), *query, timeout_seconds=timeout_seconds) or Listing()
-    if found.rows or not found.left_out:
+    if found.rows or not found.left_out or time.monotonic() - start >= timeout_seconds:
         return found
     table = query_tool(smi.read, "nvidia-smi", timeout_seconds=timeout_seconds)
     return table if table is not None and table.rows else found

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from flagcore_vendorkit.plugin import VendorPlugin
 
+from flagcore.contracts import MemoryModel
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport
@@ -23,6 +24,11 @@ PAIR_BYTES, COLLECTIVE_BYTES = 342 * 2**20, 392 * 2**20
 """NCCL's buffers, 342 MiB with 2 ranks, and 392 MiB with 4 and 8 ranks: ai-dynamo/aiconfigurator systems/*.yaml of
 aiconfigurator-core 0.12.0 (PyPI), which calls them observed corrections."""
 
+NETWORK_BYTES = 999 * 2**20
+"""What NCCL adds to each communicator of a training rank that reaches other hosts, 999 MiB: the mean of four in
+DeepSeek-V3 with 14 layers on 64 H100, EP 16, PP 4, with 6,403 outside of torch (Megatron-LM PR 6429; 6,411 in a second
+job). About half is a shared buffer of sends and receives (NVIDIA/nccl issue 2363), the rest those of channels."""
+
 WORKSPACE_BYTES, SMALL_WORKSPACE_BYTES = 32 * 2**20, 2 * 2**22 + 8 * 2**14
 """What torch allocates for cuBLAS per handle and stream: 32 MiB on Hopper and Blackwell (compute capability 9 to 12),
 8.1 MiB on other chips (`parseChosenWorkspaceSize` of pytorch aten/src/ATen/cuda/CublasHandlePool.cpp)."""
@@ -31,12 +37,14 @@ SMALL_WORKSPACE = ("A", "L", "T4", "V100", "RTX-3", "RTX-4")
 """Prefixes of the names of chips that are neither Hopper nor Blackwell."""
 
 
-def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
-    """Return the memory model of one device of `group`."""
+def memory_of(group: NodeGroup, engine: str, kind: str = "serve") -> PlainMemory:
+    """Return the memory model of one device of `group`. Servers have one communicator."""
     collective = COLLECTIVE_BYTES if group.devices > 2 else PAIR_BYTES if group.devices > 1 else 0
     small = group.chip.name.upper().startswith(SMALL_WORKSPACE)
     workspace = SMALL_WORKSPACE_BYTES if small else WORKSPACE_BYTES
-    return PlainMemory.of(group, fragmentation=SLACK, context_bytes=CONTEXT_BYTES + collective, workspace=workspace)
+    further = (collective, NETWORK_BYTES) if kind == "train" else (0.0, 0.0)
+    plain = PlainMemory.of(group, fragmentation=SLACK, context_bytes=CONTEXT_BYTES + collective, workspace=workspace)
+    return replace(plain, further=further)
 
 
 SPARSE = {"dsa_kernel_backend": "cudnn"}
@@ -48,6 +56,10 @@ but one of the models with experts, and most others)."""
 
 class NvidiaPlugin(VendorPlugin):
     """Adds what recipes set on newer architectures to the settings of production jobs."""
+
+    @hookimpl
+    def flagcore_memory_model(self, group: NodeGroup, engine: str, kind: str) -> MemoryModel | None:
+        return memory_of(group, engine, kind) if self.owns(group.chip) else None
 
     @hookimpl
     def flagcore_engine_support(

@@ -41,7 +41,7 @@ def test_memory_that_the_driver_does_not_report_stays_unknown() -> None:
 def test_collective_buffers_are_counted_for_more_than_one_device() -> None:
     chip = plugin.flagcore_chips()[0]
     groups = (NodeGroup(chip=chip, nodes=1, devices_per_node=devices) for devices in (1, 2, 8))
-    models = [plugin.flagcore_memory_model(group, "megatron") for group in groups]
+    models = [plugin.flagcore_memory_model(group, "megatron", "train") for group in groups]
     alone, pair, eight = (model.context_bytes for model in models if model is not None)
     assert (pair - alone, eight - alone) == (pytest.approx(342 * 2**20), pytest.approx(392 * 2**20))
 

@@ -113,11 +113,11 @@ def test_slurm_starts_one_task_per_node_with_its_rank(plan: Path, tmp_path: Path
 
 
 def test_a_plan_on_two_chips_is_a_heterogeneous_job_of_slurm(tmp_path: Path) -> None:
-    groups = [{"chip": chip, "nodes": 2, "devices_per_node": 8} for chip in ("H100-SXM", "C550")]
+    groups = [{"chip": chip, "nodes": 2, "devices_per_node": 8} for chip in ("H100-SXM", "A800-80GB")]
     for each in groups:
         each["nic_bytes_per_second"] = 5e10
     train = {**SMALL_TRAINING["train"], "engine_version": "0.15", "seq_length": 4096, "global_batch_size": 128}
-    space = {"meshes": ["H100-SXM tp2 dp8 + C550 tp2 dp8"], "micro_batch_size": 1, "use_recompute": "auto"}
+    space = {"meshes": ["H100-SXM tp2 dp8 + A800-80GB tp2 dp8"], "micro_batch_size": 1, "use_recompute": "auto"}
     model = {**SHAPE, "num_layers": 8}
     data = {"model": model, "cluster": {"groups": groups}, "train": train, "auto_tuner": {"space": space}}
     script = only(exported(written(tmp_path, data), "slurm"))
@@ -132,7 +132,7 @@ def test_a_plan_on_two_chips_is_a_heterogeneous_job_of_slurm(tmp_path: Path) -> 
     nodes = {"SLURM_JOB_NODELIST_HET_GROUP_0": "a,b", "SLURM_JOB_NODELIST_HET_GROUP_1": "c,d"}
     words = started(script, tmp_path, "torchrun", **nodes)
     assert {"--node-rank=3", "--master-addr=a", "--nnodes=4"} <= set(words)
-    assert words[words.index("--hetero-current-device-type") + 1] == "C550"
+    assert words[words.index("--hetero-current-device-type") + 1] == "A800-80GB"
 
 
 @pytest.mark.parametrize("start", ["exec torchrun --node-rank=$NODE_RANK", "srun torchrun --node-rank=$SLURM_NODEID"])
@@ -175,11 +175,11 @@ def test_every_pod_of_a_job_trains_with_its_rank(kind: str, tmp_path: Path) -> N
 
 def test_a_server_is_a_deployment_with_a_pod_per_instance(tmp_path: Path) -> None:
     job = server(tmp_path, envs={"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
-    text = only(exported(job, "kubernetes", "instances=2, tp=2", options={"image": "image:1"}))
+    text = only(exported(job, "kubernetes", "instances=2, tp=2", options={"image": "image:1", "replicas": "3"}))
     deployment, service = yaml.safe_load_all(text)
     (container,) = found(deployment, "containers")[0]
     words = shlex.split(container["command"][-1])
-    assert deployment["spec"]["replicas"] == 2
+    assert deployment["spec"]["replicas"] == 6
     assert words[1:3] == ["vllm", "serve"]
     assert words[words.index("--host") + 1] == "0.0.0.0"
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 2}
@@ -301,13 +301,14 @@ def test_a_served_tree_of_flagscale_is_read_as_the_same_server(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("target", "candidate"), [("compose", "best"), ("kubernetes", "best"), ("megatron", "tp=3"), ("megatron", "0")]
+    ("target", "candidate", "replicas"),
+    [("compose", "best", "1"), ("kubernetes", "best", "1"), ("megatron", "tp=3", "1"), ("megatron", "best", "2")],
 )
 def test_what_cannot_be_exported_is_a_usage_error_and_leaves_no_folder(
-    target: str, candidate: str, tmp_path: Path
+    target: str, candidate: str, replicas: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError):
-        exported(written(tmp_path, SMALL_TRAINING), target, candidate)
+        exported(written(tmp_path, SMALL_TRAINING), target, candidate, options={"replicas": replicas})
     assert not list(tmp_path.glob("out-*"))
 
 
@@ -372,6 +373,7 @@ def test_an_exported_training_really_starts(tmp_path: Path) -> None:
     assert "iteration        3/     100" in seen
 
 
+@pytest.mark.costly
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_an_exported_llama_server_really_answers(tmp_path: Path) -> None:

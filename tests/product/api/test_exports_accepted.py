@@ -151,7 +151,7 @@ RUNS: dict[str, tuple[Callable[[Path], Path], str]] = {
             folder,
             training(LLAMA_8B, two_chips(), {"meshes": ["H100-SXM tp2 dp4 + C550 tp2 dp4"], "use_recompute": "auto"}),
         ),
-        "flagscale slurm",
+        "flagscale",
     ),
     "own command": (measured_run, "megatron slurm kubernetes"),
     "many nodes": (

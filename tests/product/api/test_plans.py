@@ -15,8 +15,8 @@ from flagcore.api.runs import load_snapshot
 from flagcore.domain.records import read_prediction
 from flagcore.errors import NothingFits, UsageError
 from flagcore.plugins import load_plugins
-from flagcore.report.estimate import Estimate, estimate_texts
-from flagcore.report.text import bottleneck_text
+from flagcore.report.estimate import Estimate, estimate_texts, expected_text
+from flagcore.report.text import bottleneck_text, gain_text
 from flagcore.tuner.problem import recommended_row
 from flagcore.tuner.stages import build as build_module
 from tests.checks import given
@@ -66,6 +66,7 @@ SERVER = {
 
 
 @pytest.mark.parametrize("job", [spec(), SERVER], ids=["training", "serving"])
+@pytest.mark.costly
 def test_plans_list_candidates_by_their_time_and_partial_knobs_mean_the_fastest_of_them(job: Any) -> None:
     found = api.estimate(job, top=10_000)
     seconds, plan = [each["step_time_s"]["value"] for each in found.candidates], found.recommended
@@ -121,6 +122,7 @@ def test_where_nothing_fits_the_cheapest_change_is_named(
     assert "(memory of H100-SXM" in str(caught.value)
 
 
+@pytest.mark.costly
 def test_where_only_the_baseline_fits_the_smallest_other_candidate_is_named() -> None:
     groups = [{"chip": chip, "devices_per_node": 8, "nic_bytes_per_second": 5e10} for chip in ("H100-SXM", "C550")]
     baseline = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}
@@ -159,6 +161,7 @@ EXPERT_LAYERS = {"num_moe_experts": 8, "moe_ffn_hidden_size": 3584, "moe_router_
     ],
     ids=["dense", "experts, a compared setting", "multi-token prediction"],
 )
+@pytest.mark.costly
 def test_bounds_hold_and_keep_the_first_layouts(
     layers: dict[str, Any], compared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +263,7 @@ def estimate() -> Estimate:
     return api.estimate(SPEC)
 
 
+@pytest.mark.costly
 def test_every_published_run_of_the_plugins_is_a_valid_record_with_an_address() -> None:
     with loaded_plugins(()) as loaded:
         records = loaded.published_runs()
@@ -310,6 +314,7 @@ def test_plans_are_expected_to_be_slower_where_such_runs_are_published(estimate:
     assert tuned.expected_s is None  # no plan of such a job was compared with runs
 
 
+@pytest.mark.costly
 def test_flags_mean_what_the_engine_makes_of_them() -> None:
     spec = {**SPEC, "model": "mistralai/Mixtral-8x7B-v0.1", "auto_tuner": {}}
     spec["cluster"] = {"chip": "H100-SXM", "nodes": 4}
@@ -324,6 +329,7 @@ def test_flags_mean_what_the_engine_makes_of_them() -> None:
         api.explain_like(spec, "--tensor-modl-parallel-size 2")
 
 
+@pytest.mark.costly
 def test_chips_of_one_design_are_as_fast_as_their_peaks_and_power() -> None:
     pairs = (("MI350X", "MI355X"), ("H100-NVL", "H100-SXM"), ("H200-NVL", "H200"))
     for slower, faster in pairs:
@@ -368,3 +374,24 @@ def test_an_assumed_setting_that_needs_too_much_memory_is_named() -> None:
     report = api.explain_candidate(spec, "tp=8, pp=2, mbs=3, dist-opt, sp")
     assert not given(report.predicted).fits
     assert [line for line in report.because if "expert_tensor_parallel_size=1" in line] == [report.because[-1]]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    "work",
+    [
+        {"train": {"engine": "megatron", "seq_length": 8192, "global_batch_size": 16, "precision": "bf16"}},
+        {"serve": {"engine": "vllm", "profile": {"concurrency": 16}}},
+    ],
+    ids=["train", "serve"],
+)
+def test_every_screen_of_a_plan_has_the_same_figures(work: dict[str, Any]) -> None:
+    cluster, pages = {"chip": "H100", "nodes": 1, "devices_per_node": 8}, list[str]()
+    spec = {"model": "Qwen/Qwen3-8B", "cluster": cluster, **work}
+    plan = api.estimate(spec, top=2, on_page=pages.append)
+    compared, step_s = api.compare("best", "baseline", spec=spec), plan.recommended["step_time_s"]["value"]
+    found = (compared.a.predicted, api.explain_candidate(spec, "best").predicted)
+    assert [each and each.step_time_s for each in found] == [step_s, step_s]
+    assert plan.gain is not None
+    assert f"~{gain_text(plan.objective, plan.gain)}" in pages[0] or plan.gain <= 0.0
+    assert expected_text(plan).partition(" (")[0] in pages[0]

@@ -52,6 +52,7 @@ NEEDS: dict[str, Callable[[], object]] = {
     "flagcore.mixers": lambda: mixer_class(NAME),
     "flagcore.models": lambda: models.catalogue(),
     "flagcore.operators": lambda: find_library(NAME),
+    "flagcore.sections": lambda: plugins.engines().sections([NAME]),
     "flagcore.strategies": lambda: plugins.strategy(NAME),
     "flagcore.watchers": lambda: plugins.watcher(NAME),
 }
@@ -132,6 +133,7 @@ def test_a_broken_part_that_nothing_needs_is_a_failure_in_the_list(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["exits", "hangs", "prints without end"])
+@pytest.mark.costly
 def test_no_command_ends_because_all_groups_have_a_broken_part(
     break_parts: Callable[..., None], flag: Flag, fault: str
 ) -> None:

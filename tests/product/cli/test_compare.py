@@ -199,7 +199,7 @@ RECORDS: dict[str, tuple[Any, str]] = {
         {
             **JOB,
             "candidate": {},
-            "model": {**SHAPE, "hidden_size": 2**30, "ffn_hidden_size": 2**31, "num_layers": 10_000},
+            "model": {**SHAPE, "hidden_size": 2**30, "ffn_hidden_size": 2**31, "num_layers": 1_000},
             "train": {"seq_length": 2**31, "global_batch_size": 2**31, "precision": "fp32"},
         },
         "ok",

@@ -131,6 +131,7 @@ def test_if_nothing_fits_no_change_is_suggested(explained: Answer, flag: Flag, p
     assert (best.code, best.out) == (2, "")
 
 
+@pytest.mark.costly
 @pytest.mark.slow
 def test_listed_candidates_are_named_by_all_their_knobs_or_by_some_as_the_fastest_with_them(
     explained: Answer, flag: Flag, project: Project
@@ -177,7 +178,8 @@ def test_trials_of_a_run_are_listed_next_to_the_best(explained: Answer, flag: Fl
     assert best["state"] == "ran"
     repeats = [line for line in best["because"] if f"(repeat) measured: {step}" in line]
     first, *middle, last = best["because"]
-    assert (first, middle) == (f"trial {number} (search) measured: {step}", repeats)
+    assert first.startswith(f"trial {number} (search) measured: {step}; answers: ")
+    assert middle == repeats
     assert f" {1 + len(repeats)} runs: {step}" in last
     assert repeats
     assert best["expected_s"] == pytest.approx(finished.result()["best"]["measured"]["step_time_s"]["median"])
@@ -313,7 +315,7 @@ def spec(tmp_path: Path) -> Callable[..., str]:
 def test_server_is_reported_by_its_objective_its_latencies_and_its_cache(flag: Flag, spec: Callable[..., str]) -> None:
     explanation = flag("explain", spec(), "instances 2, parallel 4, threads 1").out
     assert "output tok/s (80%: " in explanation
-    assert "  p50: TTFT " in explanation
+    assert "  p50 TTFT " in explanation
     assert "cache " in explanation
     account = json.loads(flag("explain", spec(), "parallel=3", "--json").out)
     assert account["state"] == "not in the space"

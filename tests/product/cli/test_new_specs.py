@@ -4,6 +4,7 @@ of several node groups: planned, and refused where it would have to run."""
 import json
 import os
 import pty
+import shlex
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,6 +40,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.costly
+def test_the_command_that_a_size_prints_exports_its_servers(flag: Flag) -> None:
+    words = ("--model", "model", "--engine", "vllm", "--chip", "H100-SXM", "--devices", "1", "--ttft-p99", "5s")
+    printed = flag("size", *words, "--rate", "5").err.partition("flag export ")[2].splitlines()[0]
+    flag("export", *shlex.split(printed), "-o", "out").worked()
+    (file,) = Path("out").iterdir()
+    assert "Deployment" in {each["kind"] for each in yaml.safe_load_all(file.read_text())}
+
+
+@pytest.mark.costly
 @pytest.mark.parametrize("engine", ["megatron", "vllm"])
 def test_a_new_spec_is_estimated_and_exported(flag: Flag, engine: str, tmp_path: Path) -> None:
     argv = ("init", "--model", "model", "--engine", engine, "--chip", "H100-SXM", "-o", "spec.yaml")
@@ -51,17 +62,18 @@ def test_a_new_spec_is_estimated_and_exported(flag: Flag, engine: str, tmp_path:
     assert (tmp_path / exported.out.splitlines()[-1]).is_file()
 
 
+@pytest.mark.costly
 def test_missing_values_are_asked_for_on_a_terminal_only(flag: Flag, tmp_path: Path) -> None:
     assert flag("init", "--engine", "vllm").code == 2
     main, other = pty.openpty()
     process = subprocess.Popen([*FLAG, "init", "--engine", "vllm"], stdin=other, stdout=subprocess.PIPE)
-    os.write(main, b"nowhere\nmodel\nH1OO\nH100\n\n0\n4\n\n64\nmany\n\np99 ttft\np99 ttft 600ms\n")
+    os.write(main, b"nowhere\nmodel\nH1OO\nH100\n\n0\n4\n\n64\nmany\n\n0.3\np99 ttft\np99 ttft 600ms\n")
     text, _ = process.communicate(timeout=30)
     os.close(main)
     os.close(other)
     data = yaml.safe_load(text)
     assert data["cluster"] == {"chip": "H100", "nodes": 1, "devices_per_node": 4}
-    assert data["serve"]["profile"]["output_len"] == 64
+    assert data["serve"]["profile"] == {"input_len": 1024, "output_len": 64, "concurrency": 16, "range_spread": 0.3}
     assert data["serve"]["slo"] == {"ttft_s": {"p99": 0.6}}
 
 
@@ -185,6 +197,7 @@ def test_a_run_belongs_to_the_layout_of_all_its_groups(spec: Callable[..., str])
     assert hardware(LARGE) != hardware({**LARGE, "nodes": 2, "devices_per_node": 1})
 
 
+@pytest.mark.costly
 def test_candidates_of_a_mixed_cluster_are_listed_with_all_its_chips(flag: Flag, spec: Callable[..., str]) -> None:
     listing = flag("estimate", spec(LARGE, SMALL))
     assert "on 2 x cpu + 2 x cpu:" in listing.err
@@ -202,6 +215,7 @@ def test_a_plan_of_one_kind_is_not_called_mixed(flag: Flag, spec: Callable[..., 
     assert "the network between node groups (give nic_bytes_per_second in each of cluster.groups)" in completed.err
 
 
+@pytest.mark.costly
 def test_the_capacity_reported_comes_from_the_stage_with_the_least_free_memory(
     flag: Flag, spec: Callable[..., str]
 ) -> None:
@@ -230,6 +244,7 @@ def test_what_a_mixed_cluster_cannot_do_is_refused(
     flag(*arguments, file).refused(2, *named)
 
 
+@pytest.mark.costly
 def test_a_mixed_plan_has_the_layers_of_all_vendors_or_names_those_of_each(
     flag: Flag, spec: Callable[..., str], mixing: Callable[..., Mixing]
 ) -> None:
@@ -243,6 +258,7 @@ def test_a_mixed_plan_has_the_layers_of_all_vendors_or_names_those_of_each(
     assert "train.implementation" in flag("estimate", spec(*groups("H100-SXM", "cpu"))).out
 
 
+@pytest.mark.costly
 def test_an_estimate_compares_splits_of_layers_and_of_data_with_each_kind_alone(
     flag: Flag, spec: Callable[..., str], mixing: Callable[..., Mixing]
 ) -> None:
@@ -264,6 +280,7 @@ def test_an_estimate_compares_splits_of_layers_and_of_data_with_each_kind_alone(
     assert all(0 <= share < 1 for share in only.idle.values())
 
 
+@pytest.mark.costly
 def test_a_slower_group_has_fewer_layers_and_is_named(
     flag: Flag, spec: Callable[..., str], mixing: Callable[..., Mixing]
 ) -> None:

@@ -44,6 +44,7 @@ def failures(flag: Flag, acme: Path) -> Failures:
     return check
 
 
+@pytest.mark.costly
 def test_a_new_plugin_passes_every_check_and_lists_its_placeholders(flag: Flag, acme: Path) -> None:
     completed = flag("plugins", "check", str(acme)).worked()
     assert re.match(r"acme 0\.1\.0: \d+ passed, 0 failed", completed.out)
@@ -51,6 +52,7 @@ def test_a_new_plugin_passes_every_check_and_lists_its_placeholders(flag: Flag, 
     assert "flagcore_acme/chips/a1.yaml:5" in completed.out
 
 
+@pytest.mark.costly
 def test_a_new_plugin_with_all_options_passes_every_check(flag: Flag, tmp_path: Path) -> None:
     detection = ("--tool", "ac-gmi info", "--visible", "AC_RT_VISIBLE", "--torch-device", "tpx", "--backend", "accl")
     detection += ("--preload", "torch_tpx", "--preload", "acme.adaptor")
@@ -112,6 +114,7 @@ plugin = Endless(**vars(plugin))
     assert not psutil.wait_procs(left, timeout=5)[1]
 
 
+@pytest.mark.costly
 def test_installed_plugins_are_checked_by_name(flag: Flag) -> None:
     (plugin,) = json.loads(flag("plugins", "check", "cpu", "--format", "json").out)["plugins"]
     assert (plugin["name"], plugin["failed"]) == ("cpu", 0)
@@ -269,6 +272,7 @@ def spec(project: Project, **space: list[object]) -> None:
     project.served(behaviour="plain", engine="acme", baseline={}, strategy="learned", space=space or {"slots": [2, 4]})
 
 
+@pytest.mark.costly
 def test_it_is_tuned(flag: Flag, acme_project: Project) -> None:
     flag("tune", "spec.yaml", "--run-dir", str(acme_project.run_dir)).worked()
     result = acme_project.result()
@@ -283,12 +287,14 @@ def test_it_is_estimated_and_its_knobs_are_checked(flag: Flag, acme_project: Pro
     flag("estimate", "spec.yaml").refused(2, "auto_tuner.space.slot")
 
 
+@pytest.mark.costly
 def test_planning_does_not_import_torch(project: Project) -> None:
     spec = project.spec(train={"command": None})
     assert imported(project, ("torch", "megatron.core", "sqlalchemy"), "estimate", spec) == []
     assert imported(project, ("torch", "megatron.core"), "devices") == []
 
 
+@pytest.mark.costly
 def test_the_schema_and_the_doctors_report_are_data(flag: Flag) -> None:
     assert json.loads(flag("schema").out)["$defs"]["Document_megatron"]["properties"]["train"]
     parts = {part["name"]: part for part in json.loads(flag("doctor", "--json").out)}

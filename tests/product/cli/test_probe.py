@@ -30,6 +30,7 @@ KNOBS = "tensor_model_parallel_size=2,pipeline_model_parallel_size=4,data_parall
 
 
 @needs_megatron
+@pytest.mark.costly
 def test_ranks_of_a_world_of_32_are_measured_on_one_core(flag: Flag, project: Project) -> None:
     folder = project.folder / "kept"
     completed = flag(
@@ -68,6 +69,7 @@ def test_the_table_has_a_line_per_rank_and_marks_scaled_figures(flag: Flag, proj
 
 
 @needs_megatron
+@pytest.mark.costly
 def test_memory_that_runs_out_is_a_result(flag: Flag, project: Project) -> None:
     small_spec = {**WORLD, "cluster": {"chip": "cpu", "nodes": 8, "devices_per_node": 1, "memory_per_device": "192MiB"}}
     tiny = {**small_spec, "model": {"hidden_size": 64, "ffn_hidden_size": 128}}
@@ -78,6 +80,7 @@ def test_memory_that_runs_out_is_a_result(flag: Flag, project: Project) -> None:
     assert line["state"] == "out_of_memory"
 
 
+@pytest.mark.costly
 @needs_megatron
 def test_interrupt_ends_a_probe_and_its_processes(project: Project) -> None:
     slow_spec = {**WORLD, "auto_tuner": {"control": {"train_iters": 10_000, "max_time_per_task": 600}}}
@@ -133,6 +136,7 @@ def world(project: Project, **control: Any) -> str:
     return project.spec(**LARGE, control={**CONTROL, **control})
 
 
+@pytest.mark.costly
 def test_the_example_of_1024_devices_is_estimated_without_any_of_them(
     flag: Flag, answer: Answer, project: Project
 ) -> None:
@@ -158,6 +162,7 @@ def test_the_example_of_1024_devices_is_estimated_without_any_of_them(
     assert answer("estimate", project.run_dir / "best.yaml")[0]["candidate"] == result["best"]["candidate"]
 
 
+@pytest.mark.costly
 def test_the_best_of_an_estimate_for_this_machine_can_be_started(answer: Answer, project: Project) -> None:
     spec = project.spec(control={"fidelity": "estimate", "run_best": True})
     assert answer("tune", spec, "--run-dir", project.run_dir) == project.result()
@@ -192,6 +197,7 @@ def test_a_custom_command_cannot_be_probed(flag: Flag, project: Project, control
 
 
 @needs_megatron
+@pytest.mark.costly
 def test_two_nodes_are_tuned_by_probes_on_one_core(
     flag: Flag, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:

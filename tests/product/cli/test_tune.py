@@ -24,6 +24,7 @@ from tests.product.cli.conftest import SERVER, Flag, Project, Ran
 pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
 
+@pytest.mark.costly
 def test_the_best_can_be_rerun_reread_and_reestimated(flag: Flag, project: Project) -> None:
     model = project.folder / "model"
     model.mkdir()
@@ -43,6 +44,7 @@ def test_the_best_can_be_rerun_reread_and_reestimated(flag: Flag, project: Proje
     assert "measured" in explanation.out
 
 
+@pytest.mark.costly
 def test_the_best_is_started_at_the_end_if_the_spec_requests_it(flag: Flag, project: Project) -> None:
     spec = project.spec(control={"run_best": True, "max_trials": 2})
     completed = project.run("tune", spec, "--run-dir", str(project.run_dir), "--json").worked()
@@ -74,6 +76,7 @@ def test_if_no_configuration_meets_the_slo_the_nearest_is_named(flag: Flag, proj
     )
 
 
+@pytest.mark.costly
 def test_the_fastest_that_keeps_the_slo_wins_and_the_cost_of_the_slo_is_reported(flag: Flag, project: Project) -> None:
     completed = tune(flag, project, serve={"slo": {"ttft_s": {"p99": 0.6}}}).worked()
     result = project.result()
@@ -85,6 +88,7 @@ def test_the_fastest_that_keeps_the_slo_wins_and_the_cost_of_the_slo_is_reported
     assert measured[4]["figures"]["goodput_requests_per_s"] == 0.0
 
 
+@pytest.mark.costly
 def test_a_killed_run_leaves_no_process_and_resumes_to_the_fastest_with_its_start_script(
     flag: Flag, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -42,6 +42,7 @@ SEED = date.today().toordinal()
 DRAWN = sorted(random.Random(SEED).sample(NAMES, len(NAMES) // 10))
 
 
+@pytest.mark.costly
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWN)
 def test_drawn_names_have_an_answer_or_one_line_on_every_engine(name: str) -> None:

@@ -145,6 +145,7 @@ CASES = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("vendor", "played"), CASES)
 def test_a_node_is_detected_launched_and_tuned(vendor: str, played: bool, tmp_path: Path) -> None:
     chip, tools = NODES[vendor]

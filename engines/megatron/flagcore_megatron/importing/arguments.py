@@ -15,7 +15,7 @@ from flagcore.errors import join_errors
 from flagcore.spec.plain_data import Notes, package_yaml
 from flagcore_megatron.program.unmodelled import is_on, knows, not_predicted
 from flagcore_megatron.space.split import SPLIT
-from flagcore_megatron.space.stages import PATTERN
+from flagcore_megatron.space.stages import PATTERN, check_symbols
 
 TABLES: Any = package_yaml(__package__, "arguments.yaml")
 
@@ -258,7 +258,8 @@ def pattern_of(flags: Flags) -> tuple[str, int]:
     A slash begins each depth, and bars are the borders of pipeline stages (megatron-core 0.20
     `hybrid_layer_allocation.py`).
     """
-    text = next((value for name in PATTERNS if isinstance(value := flags.get(name), str)), "")
+    name = next((name for name in PATTERNS if isinstance(flags.get(name), str)), "")
+    text = check_symbols(flags.get(name, ""), flags.key(name)) if name else ""
     letters, *depths = text.split("/")
     return letters.replace("|", ""), len(depths)
 

@@ -11,6 +11,7 @@ from flagcore_models.public import public_models, public_name
 from flagcore_training.commands import UserCommand, cluster_of
 from flagcore_training.unmodelled import note_effects
 
+from flagcore.domain.files import read_regular
 from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote, SettingValue, Spec
 from flagcore.errors import SpecError, join_errors
@@ -221,7 +222,7 @@ def _of_shape(flags: Flags) -> str:
 def _size_in(path: Path, keys: Sequence[str]) -> int:
     """Return the number at the nested `keys` of a JSON file, or the length of the object there; 0 if it is missing."""
     try:
-        value = load_json(path.read_text(encoding="utf-8"))
+        value = load_json(read_regular(path).decode())
         for key in keys:
             value = value[key]
     except (OSError, ValueError, KeyError, TypeError, SpecError):

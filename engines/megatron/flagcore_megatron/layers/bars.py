@@ -58,7 +58,7 @@ def _seconds(train: Training, layout: Layout, costs: Costs, parts: Parts) -> tup
 
     If times are unknown, all layers are equal, and the ends take no time.
     """
-    (host, *lags), kinds, total = host_of(train, layout, costs), layer_kinds(train.model), float(train.model.num_layers)
+    (host, *lags), kinds, total = host_of(train, costs), layer_kinds(train.model), float(train.model.num_layers)
     zeros = np.zeros_like(layout.data)
     share = recomputed_share(recomputed_layers(layout), total / layout.pipeline)
 

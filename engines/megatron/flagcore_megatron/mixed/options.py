@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 from flagcore_training.knobs import divisors
@@ -42,6 +42,8 @@ MIN_TOKENS = 2048
 """Minimum number of tokens of a sequence that a context-parallel rank processes."""
 MAX_SAMPLES = 64
 """Maximum micro-batch size."""
+FEW = 3
+"""Of more node groups than this, only some sets, orders and sizes are planned, whose number grows with their square."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,20 @@ class MeshOptions(ArrayRecord):
     def fits(self, seconds: FloatArray) -> FloatArray:
         """Return the maximum number of layers with which a stage takes at most `seconds` for a micro-batch."""
         return np.maximum(np.floor(self.base + (seconds - self.seconds) / self.layer + 1e-9), 0.0)
+
+
+def node_sets(speed: Sequence[float]) -> list[tuple[int, ...]]:
+    """Return the sets of node groups that are planned, sorted by size. `speed`: that of each node group.
+
+    Of up to FEW groups, these are all sets. Of more, they are each group alone, the 2, 3, ... fastest groups, all but
+    one, and all groups.
+    """
+    every = range(len(speed))
+    if len(every) <= FEW:
+        return [subset for size in range(1, len(every) + 1) for subset in combinations(every, size)]
+    fastest = sorted(every, key=lambda group: -speed[group])
+    chains = (tuple(sorted(fastest[:size])) for size in range(2, len(every) - 1))
+    return [*combinations(every, 1), *chains, *combinations(every, len(every) - 1), tuple(every)]
 
 
 def recompute_words(task: Task) -> list[str]:

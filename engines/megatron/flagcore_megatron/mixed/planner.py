@@ -7,16 +7,17 @@ layers. The combinations with the best scores become candidates, which are predi
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations, permutations
+from itertools import permutations
 
 import numpy as np
 
 from flagcore.contracts import Costs, Platform
 from flagcore.domain.space import BoolArray, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import AUTO, Task
+from flagcore.i18n import N_, _
 from flagcore_megatron.mixed import hetero
 from flagcore_megatron.mixed.equal_meshes import require_runnable
-from flagcore_megatron.mixed.options import MeshOptions, mesh_options, recompute_words
+from flagcore_megatron.mixed.options import FEW, MeshOptions, mesh_options, node_sets, recompute_words
 from flagcore_megatron.mixed.replicas import planned_replicas
 from flagcore_megatron.mixed.rules import tied
 from flagcore_megatron.space.knobs import BY_NAME, program_runs_meshes
@@ -26,8 +27,11 @@ from flagcore_megatron.space.split import derived
 PLANNED = 256
 """Number of meshes that become candidates. In addition, each order of the node groups gets an equal share of this
 number."""
-NEAR = 1.5
-"""A combination is dropped if its score, or a lower bound of the score, exceeds the best score by this factor."""
+NEAR, NEAR_OF_MANY = 1.5, 1.15
+"""A combination is dropped if its score, or a lower bound of the score, exceeds the best score by the first factor.
+
+With more than FEW node groups, the second factor applies to the best score of all orders, else the first to each order.
+"""
 MAX_SIZES = 16
 """Of the options of a node group with equal numbers of stages, with and without EP, this many of the fastest and this
 many of those with the most room for layers are combined."""
@@ -35,6 +39,10 @@ MAX_SCORED = 4096
 """Maximum number of combinations that are scored, for one set of node groups and one batch."""
 EQUAL = ("tp", "dp", "ep", "recompute")
 """Sizes and recompute that must be equal on all meshes of a trial."""
+MAX_MESHES = 45
+"""Only meshes of some orders of node groups become candidates: as many as have this number of meshes together.
+
+These are all orders of up to FEW groups and, of more, those with the best scores."""
 LARGE = 64
 """For node groups with more devices than this, candidates on such a group alone only have the sizes of its meshes."""
 STEPS = 24
@@ -64,6 +72,15 @@ def with_meshes(platform: Platform, *, plan: bool = True) -> Platform:
     return replace(
         platform, task=_with_space(task_with_meshes, values_alone(task_with_meshes)) if plan else task_with_meshes
     )
+
+
+def notes(task: Task) -> tuple[str, ...]:
+    """Return a note if `with_meshes` left out sets and orders of node groups, because the task has many."""
+    number, listed = len(task.cluster.groups), task.spec.space.get(MESHES, AUTO)
+    if number <= FEW or isinstance(listed, str) or None not in listed:
+        return ()
+    text = N_("of {number} node groups, some sets and orders were not planned: list others in {key}")
+    return (_(text, number=number, key=f"auto_tuner.space.{MESHES}"),)
 
 
 def _with_space(task: Task, values: Mapping[str, str | tuple[KnobValue, ...]]) -> Task:
@@ -103,21 +120,28 @@ def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
     names, words = task.cluster.names, recompute_words(task)
     groups = [replace(each, further={}, between=None) for each in costs.groups]
     options = [mesh_options(task, each, number) for number, each in enumerate(groups)]
-    subsets = [subset for size in range(1, len(names) + 1) for subset in combinations(range(len(names)), size)]
-    scores: dict[tuple[int, ...], dict[str, float]] = {order: {} for each in subsets for order in permutations(each)}
+    orders_of = _orders(options, task.spec.model.num_layers)
+    scores: dict[tuple[int, ...], dict[str, float]] = {order: {} for orders in orders_of.values() for order in orders}
     equal_fields = () if plan else EQUAL
     equal = equal_fields or (("tp", "dp") if tied(task) else ())
-    for _, context, samples in sorted(_batches(task, options)):
+    has_few, fastest = len(names) <= FEW, np.inf
+    for _bound, context, samples in sorted(_batches(task, options)):
         parts = [each[np.flatnonzero((each.context == context) & (each.samples == samples))] for each in options]
         parts = [_useful(each, task.spec.model.num_layers, np.inf, equal=equal) for each in parts]
-        for subset in subsets:
-            limits = {order: NEAR * min(scores[order].values(), default=np.inf) for order in permutations(subset)}
+        for subset, orders in orders_of.items():
+            limits = dict.fromkeys(orders, NEAR_OF_MANY * fastest)
+            if has_few:
+                limits = {order: NEAR * min(scores[order].values(), default=np.inf) for order in orders}
             of_set = _crossed(task, [parts[group] for group in subset], max(limits.values()), equal, equal_fields)
             crossed = dict(zip(subset, of_set, strict=True))
+            if not has_few:  # an order changes scores less than the sizes do
+                best = np.argsort(_score(task, [crossed[group] for group in orders[0]]))[:PLANNED]
+                crossed = {group: each[best] for group, each in crossed.items()}
             for order, limit in limits.items():
                 if not plan and order == (*range(len(names)),):
                     continue  # candidates without meshes have these sizes
                 seconds, chosen = _best(task, [crossed[group] for group in order], limit)
+                fastest = min([fastest, *seconds[:1].tolist()])
                 for place, score in enumerate(seconds.tolist()):
                     meshes = zip(order, chosen, strict=True)
                     text = PIPELINE.join(each.text(place, names[group], words) for group, each in meshes)
@@ -125,12 +149,39 @@ def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
     return _with_best_scores(scores)
 
 
+def _orders(options: Sequence[MeshOptions], layers: int) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
+    """Return the sets of node groups whose meshes are planned, and for each set the orders of its meshes.
+
+    Of up to FEW groups, each set has all orders. Of more, it has one: sorted by room, because the first stages hold the
+    most micro-batches. Of all groups together, each pair is also the first and the last. So the number of orders grows
+    with the square of the number of groups.
+    """
+    every = (*range(len(options)),)
+    if len(every) <= FEW:
+        return {subset: list(permutations(subset)) for subset in node_sets([0.0] * len(every))}
+    speed, room = [], []
+    for each in options:
+        most = np.minimum(each.room(np.full(each.pp.shape, 16.0), np.zeros(1)), layers)
+        speed.append(float((each.pp * each.samples / each.layer)[most >= 1.0].max(initial=0.0)))
+        room.append(float((most * each.layer / each.samples).max(initial=0.0)))
+    roomiest = sorted(every, key=lambda group: -room[group])
+    orders = {each: [tuple(group for group in roomiest if group in each)] for each in reversed(node_sets(speed))}
+    for first, last in permutations(roomiest, 2):
+        if (first, last) != (roomiest[0], roomiest[-1]):
+            between = (group for group in roomiest if group not in (first, last))
+            orders[every].append((first, *between, last))
+    return orders
+
+
 def _with_best_scores(scores: Mapping[tuple[int, ...], Mapping[str, float]]) -> tuple[str, ...]:
     """Return the texts of meshes with the lowest scores, of all orders of node groups and of each. `scores`: by order,
     those of each text."""
     texts: list[str] = []
-    every = {text: score for of_order in scores.values() for text, score in of_order.items()}
-    for by_text, most in ((every, PLANNED), *((of_order, PLANNED // len(scores)) for of_order in scores.values())):
+    by_score = sorted(scores, key=lambda order: min(scores[order].values(), default=np.inf))
+    kept = by_score[: MAX_MESHES // max(map(len, scores))]
+    chosen = [of_order for order, of_order in scores.items() if order in kept]
+    every = {text: score for of_order in chosen for text, score in of_order.items()}
+    for by_text, most in ((every, PLANNED), *((of_order, PLANNED // len(chosen)) for of_order in chosen)):
         texts += sorted(by_text, key=by_text.__getitem__)[:most]
     return tuple(dict.fromkeys(texts))
 
@@ -197,7 +248,7 @@ def _best(task: Task, options: Sequence[MeshOptions], limit: float) -> tuple[Flo
     chosen = [each[legal] for each in options]
     if not legal.size:
         return np.zeros(0), chosen
-    seconds = _seconds(chosen, float(task.spec.model.num_layers), _microbatches(task, options))
+    seconds = _score(task, chosen)
     best = np.argsort(seconds)[:PLANNED]
     best = best[np.isfinite(seconds[best]) & (seconds[best] <= min(limit, NEAR * float(seconds[best[0]])))]
     return seconds[best], [each[best] for each in chosen]
@@ -245,31 +296,34 @@ def _legal(chosen: Sequence[MeshOptions], *, shares_weights: bool) -> BoolArray:
     return legal
 
 
-def _seconds(parts: Sequence[MeshOptions], layers: float, microbatches: float) -> FloatArray:
+def _score(task: Task, parts: Sequence[MeshOptions]) -> FloatArray:
     """Return the estimated step time in seconds, for each combination of options.
 
     It is the sum of the slowest stage's time for all micro-batches, the pipeline fill time, and the longest time of
     gradient reduction and optimizer step.
     """
+    layers, microbatches = float(task.spec.model.num_layers), _microbatches(task, parts)
     kinds = [kind for number in range(len(parts)) for kind in _kinds(parts, number, microbatches)]
 
     def held(seconds: FloatArray) -> list[FloatArray]:
         """Return the maximum number of layers that a stage of each kind can process within `seconds`."""
-        return [np.minimum(mesh.fits(seconds - extra), room) for mesh, _, room, extra in kinds]
+        return [np.minimum(mesh.fits(seconds - extra), room) for mesh, _count, room, extra in kinds]
 
     def enough(seconds: FloatArray) -> BoolArray:
-        counts = [count * most for (_, count, _, _), most in zip(kinds, held(seconds), strict=True)]
+        counts = [count * most for (_mesh, count, _room, _extra), most in zip(kinds, held(seconds), strict=True)]
         return np.asarray(sum(counts) >= layers)
 
     zeros = np.zeros(parts[0].pp.shape)
-    high = np.maximum.reduce([mesh.seconds + layers * mesh.layer + extra for mesh, _, _, extra in kinds])
-    possible = np.logical_and.reduce([enough(high), *((room >= 0) | (count == 0) for _, count, room, _ in kinds)])
+    high = np.maximum.reduce([mesh.seconds + layers * mesh.layer + extra for mesh, _count, _room, extra in kinds])
+    possible = np.logical_and.reduce(
+        [enough(high), *((room >= 0) | (count == 0) for _mesh, count, room, _extra in kinds)]
+    )
     low, filling, steps = zeros, zeros, zeros
-    for _ in range(STEPS):
+    for _step in range(STEPS):
         middle = (low + high) / 2.0
         fits = enough(middle)
         low, high = np.where(fits, low, middle), np.where(fits, middle, high)
-    for (mesh, count, _, extra), most in zip(kinds, held(high), strict=True):
+    for (mesh, count, _room, extra), most in zip(kinds, held(high), strict=True):
         more = most - mesh.base
         filling = filling + count * (mesh.seconds + mesh.layer * more + extra)
         steps = np.maximum(steps, (count > 0) * (mesh.step + mesh.more_step * more))

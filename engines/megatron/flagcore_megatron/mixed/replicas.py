@@ -18,7 +18,7 @@ from flagcore_training.time.step import costs_in_run, step_time
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import Task
-from flagcore_megatron.mixed.options import mesh_columns, recompute_words
+from flagcore_megatron.mixed.options import FEW, mesh_columns, node_sets, recompute_words
 from flagcore_megatron.predict import base_inputs
 from flagcore_megatron.space.meshes import (
     AFTER_REPLICAS,
@@ -55,8 +55,14 @@ def planned_replicas(task: Task, costs: Costs) -> tuple[str, ...]:
     names, words, batch = task.cluster.names, recompute_words(task), task.spec.train.global_batch_size
     columns = [_replicas_columns(task, number) for number in range(len(names))]
     seconds_of_text: dict[str, float] = {}
-    for size in range(2, len(names) + 1):
-        for subset in combinations(range(len(names)), size):
+    speed = [0.0] * len(names)
+    if len(names) > FEW:
+        figures = _figures_of_groups(task, costs, dict(enumerate(columns)))
+        speed = [
+            float((each["samples"] / each["pace"])[np.isfinite(each["start"])].max(initial=0.0)) for each in figures
+        ]
+    for subset in node_sets(speed):
+        if len(subset) > 1:
             rows = _crossed_replicas(task, costs, {group: columns[group] for group in subset})
             samples, start, pace = (np.stack([each[key] for each in rows], axis=1) for key in SOLVE)
             bound = _level(samples, start, pace, batch) + np.maximum.reduce([each["after"] for each in rows])
@@ -104,21 +110,27 @@ def _crossed_replicas(task: Task, costs: Costs, columns: Mapping[int, Mapping[st
 
     For each micro-batch size of each node group, only the fastest option is used.
     """
-    shapes = reduce(np.intersect1d, [each["shape"] for each in columns.values()])
-    devices = sum(task.cluster.groups[group].devices for group in columns)
-    of_groups, chosen = [], []
-    for group, each in columns.items():
-        is_shared_shape = np.isin(each["shape"], shapes)
-        rows = {name: column[is_shared_shape] for name, column in each.items()}
-        rows[ALL_REPLICAS] = devices // (rows[TP] * rows[PP] * rows[CP])
-        of_groups.append(_replica_figures(task, replace(costs.groups[group], further={}, between=costs.between), rows))
-    for shape in shapes.tolist():
-        fastest = [_fastest_replicas(each, np.flatnonzero(each["shape"] == shape)) for each in of_groups]
+    of_groups, chosen = _figures_of_groups(task, costs, columns), []
+    most = None if len(columns) <= FEW else int(SOLVED ** (1.0 / len(columns)))
+    for shape in np.unique(of_groups[0]["shape"]).tolist():
+        fastest = [_fastest_replicas(each, np.flatnonzero(each["shape"] == shape), most) for each in of_groups]
         chosen += list(product(*fastest))
     table = np.array(chosen, dtype=np.int64).reshape(-1, len(of_groups))
     return [
         {name: column[rows] for name, column in each.items()} for each, rows in zip(of_groups, table.T, strict=True)
     ]
+
+
+def _figures_of_groups(task: Task, costs: Costs, columns: Mapping[int, Mapping[str, IntArray]]) -> list[Rows]:
+    """Return the options of each node group that the replicas of all groups in `columns` may have, with their times."""
+    shapes = reduce(np.intersect1d, [each["shape"] for each in columns.values()])
+    devices, of_groups = sum(task.cluster.groups[group].devices for group in columns), []
+    for group, each in columns.items():
+        is_shared_shape = np.isin(each["shape"], shapes)
+        rows = {name: column[is_shared_shape] for name, column in each.items()}
+        rows[ALL_REPLICAS] = devices // (rows[TP] * rows[PP] * rows[CP])
+        of_groups.append(_replica_figures(task, replace(costs.groups[group], further={}, between=costs.between), rows))
+    return of_groups
 
 
 def _replica_figures(task: Task, costs: Costs, rows: Mapping[str, IntArray]) -> Rows:
@@ -138,13 +150,18 @@ def _replica_figures(task: Task, costs: Costs, rows: Mapping[str, IntArray]) -> 
     return {**rows, "samples": samples, "start": start, "pace": pace, "after": after}
 
 
-def _fastest_replicas(rows: Rows, places: IntArray) -> list[int]:
-    """Return the index of the fastest option in `places` that fits in memory, for each micro-batch size."""
+def _fastest_replicas(rows: Rows, places: IntArray, most: int | None) -> list[int]:
+    """Return the index of the fastest option in `places` that fits in memory, for each micro-batch size.
+
+    With `most`, only this many micro-batch sizes are returned: those with the most samples per second.
+    """
     best: dict[int, int] = {}
     for place in places[np.argsort(rows["pace"][places], kind="stable")].tolist():
         if np.isfinite(rows["start"][place] + rows["pace"][place]):
             best.setdefault(int(rows[MBS][place]), place)
-    return list(best.values())
+    if most is None:
+        return list(best.values())
+    return sorted(best.values(), key=lambda place: rows["pace"][place] / rows["samples"][place])[:most]
 
 
 def _level(samples: FloatArray, start: FloatArray, pace: FloatArray, batch: int) -> FloatArray:
@@ -165,9 +182,16 @@ def shares(samples: FloatArray, start: FloatArray, pace: FloatArray, batch: int)
     order = np.argsort(-samples, axis=1, kind="stable")
     size, first, each = (np.take_along_axis(values, order, axis=1) for values in (samples, start, pace))
     level = _level(size, first, each, batch)[:, None]
-    far = NEARBY.get(kinds, 2)
-    offsets = np.array(list(product(range(-far, far + 1), repeat=kinds - 1)))
-    counts = np.maximum(np.floor((level - first) / each)[:, None, :-1] + offsets, 1.0)
+    places, far = range(kinds - 1), NEARBY.get(kinds, 2)
+    offsets = np.array(
+        [
+            np.bincount(changed, by, kinds - 1)
+            for changed in combinations(places, min(2, kinds - 1))
+            for by in product(range(-far, far + 1), repeat=len(changed))
+        ]
+    )
+    counts = (level - first) / each + (0.5 if kinds > FEW else 0.0)
+    counts = np.maximum(np.floor(counts)[:, None, :-1] + offsets, 1.0)
     remaining = batch - (counts * size[:, None, :-1]).sum(axis=2)
     last = np.floor(remaining / size[:, -1:])
     counts = np.concatenate((counts, last[:, :, None]), axis=2)

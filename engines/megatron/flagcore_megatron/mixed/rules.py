@@ -115,7 +115,9 @@ def _of_knobs(task: Task, table: Meshes) -> Iterator[Rule]:
 
     yield rule("mesh_batch", indivisible)
     yield rule("mesh_sequence_parallel", lambda c: (c[SP] == 0) & needs_split[c[MESHES]])
-    yield rule("mesh_virtual", lambda c: (c[LAYERS_PER_VIRTUAL] > 0) & (c[MESHES] > 0))
+    vendors = {group.chip.vendor for group in task.cluster.groups}
+    needs_meshes = len(vendors) > 1 and task.spec.train.command is None  # only FlagScale's meshes connect vendors
+    yield rule("mesh_virtual", lambda c: (c[LAYERS_PER_VIRTUAL] > 0) & ((c[MESHES] > 0) | needs_meshes))
     yield rule("replicas_batch", wrong_batch, batch=batch)
 
 

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import lru_cache
 from importlib.resources import files
 from itertools import takewhile
@@ -16,6 +15,8 @@ from typing import Any, TypeAlias, cast
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
+
+from flagcore.i18n import closest
 
 Value: TypeAlias = bool | int | float | str | list[Any] | None
 
@@ -176,8 +177,8 @@ class ArgumentTable:
             fix = f"did you mean {spec.flags[0]}?"
         elif releases := releases_with(flag):
             fix = f"remove it; it exists in {', '.join(releases)}"
-        elif close_matches := get_close_matches(flag, self.by_flag, n=1, cutoff=0.75):
-            fix = f"did you mean {close_matches[0]}?"
+        elif close := closest(flag, self.by_flag, cutoff=0.75):
+            fix = f"did you mean {close}?"
         return ArgumentProblem(flag, value, problem, fix)
 
 
@@ -214,9 +215,9 @@ def _invalid_values(argument: Argument) -> Iterator[ArgumentProblem]:
             spec.convert(value)
         except ValueError:
             kinds = {"int": "a whole number", "float": "a number"}
-            close_matches = get_close_matches(value, map(str, spec.choices), n=1)
+            close = closest(value, map(str, spec.choices))
             fix = f"use {', '.join(map(str, spec.choices))}" if spec.choices else f"use {kinds.get(spec.type)}"
-            fix = f"did you mean {close_matches[0]}?" if close_matches else fix
+            fix = f"did you mean {close}?" if close else fix
             yield ArgumentProblem(argument.flag, value, "is not a valid value", fix)
 
 

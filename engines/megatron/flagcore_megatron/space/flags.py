@@ -1,14 +1,16 @@
 """Converts knobs and settings to the flags of a release of Megatron-LM, and back."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 
 from flagcore_training.commands import parse_flags
+from pydantic import ValidationError
 
 from flagcore.domain.knob import Flag, Knob, in_versions
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SettingValue, Spec
-from flagcore.spec.knobs import setting_from_text
+from flagcore.spec.knobs import settings_of, settings_section
 from flagcore_megatron.program.arguments import known_releases, release_table
 from flagcore_megatron.program.user_command import program_arguments, readable_command
 from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, SPACE_KNOBS
@@ -38,7 +40,7 @@ def parse_settings(command: tuple[str, ...]) -> Mapping[str, SettingValue]:
         if flag in SETTINGS_BY_FLAG:
             knob, word = SETTINGS_BY_FLAG[flag]
             text = "true" if knob.kind == "flag" else word or ",".join(values)
-            settings |= setting_from_text(knob.name, text, SETTINGS)
+            settings |= setting_from_text(knob.name, text)
     return settings
 
 
@@ -67,7 +69,12 @@ def _setting_flags(spec: Spec, candidate: Mapping[str, KnobValue]) -> list[str]:
         settings.setdefault("moe_flex_dispatcher_backend", "deepep")  # Megatron has no default before 0.16
     release = spec.train.engine_version
     flags = [BY_NAME[key].arguments(value, release) for key, value in settings.items() if key not in command_settings]
-    if settings.get("use_megatron_fsdp") and "--data-parallel-sharding-strategy" not in program_arguments(spec):
+    is_named = "data_parallel_sharding_strategy" in settings
+    if (
+        settings.get("use_megatron_fsdp")
+        and not is_named
+        and "--data-parallel-sharding-strategy" not in program_arguments(spec)
+    ):
         flags.append(("--data-parallel-sharding-strategy", "optim_grads_params"))  # the default is no_shard before 0.18
     return [word for each in flags for word in each]
 
@@ -87,3 +94,20 @@ def release_problem(knob: Knob, value: KnobValue | SettingValue, release: str) -
         return f"is not a valid value of {words[0]} in Megatron-LM {release}", fix
     releases = [each for each in known_releases() if any(in_versions(flag.versions, each) for flag in spellings)]
     return f"is not supported by Megatron-LM {release}", f"remove it, or use a release among {', '.join(releases)}"
+
+
+def setting_from_text(name: str, text: str) -> dict[str, SettingValue]:
+    """Return the setting `name` with the value in `text`, such as a flag's argument. Empty if the value is invalid."""
+    words: dict[str, object] = {"true": True, "false": False, "on": True, "off": False}
+    for value in (words.get(text.lower()), _number(text), text):
+        if value is not None:
+            with suppress(ValidationError):
+                return settings_of(settings_section(SETTINGS).model_validate({name: value}), SETTINGS)
+    return {}
+
+
+def _number(text: str) -> int | float | None:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return None

@@ -39,6 +39,7 @@ KNOB = Knob(
     kind="text",
     maximum=1000,
     auto=lambda task: (None,),
+    answers="seeds",
 )
 
 SIZES = {

@@ -25,10 +25,9 @@ from flagcore.domain.space import Candidate, Columns, FloatArray, KnobValue
 from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
 from flagcore.errors import SpecError
 from flagcore.i18n import _
-from flagcore.spec.knobs import setting_from_text
 from flagcore.spec.plain_data import package_yaml
 from flagcore_megatron.program.user_command import implementation_of_command
-from flagcore_megatron.space.flags import release_problem
+from flagcore_megatron.space.flags import release_problem, setting_from_text
 from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, candidate_columns
 from flagcore_megatron.space.meshes import CP, EP, MESHES, PP, TP, Meshes
 from flagcore_megatron.space.options import check, is_hybrid, release, settings_in_force, words
@@ -165,13 +164,17 @@ def unusual(task: Task, columns: Columns, predictions: Predictions) -> FloatArra
 
     These are tensor parallelism over several nodes, which counts twice, and fewer than USUAL_TOKENS tokens per
     context-parallel rank, which counts 5 times: no published run checks such predictions, and 10% is the mean error of
-    those of runs that no fit has used. Each kind of model parallelism counts TIE.
+    those of runs that no fit has used. Each kind of model parallelism counts TIE. No program starts a data split over
+    chips of several vendors: it is infinite.
     """
-    code, meshes = columns.get(MESHES, np.array(0)), Meshes.from_task(task).codes
+    table, code = Meshes.from_task(task), columns.get(MESHES, np.array(0))
+    meshes, vendors = table.codes, {group.chip.vendor for group in task.cluster.groups}
+    has_no_program = table.splits_data[code] & (len(vendors) > 1)
     sizes = np.stack([np.maximum(columns[name], meshes[name][code].max(axis=-1)) for name in (TP, CP, PP, EP)])
     is_short = (sizes[1] > 1) & (sizes[1] * USUAL_TOKENS > task.spec.train.seq_length)
     spans_nodes = sizes[0] > task.cluster.linked_devices
-    return np.asarray(5.0 * is_short + 2.0 * spans_nodes + TIE * (sizes > 1).sum(axis=0))
+    weight = 5.0 * is_short + 2.0 * spans_nodes + TIE * (sizes > 1).sum(axis=0)
+    return np.asarray(np.where(has_no_program, np.inf, weight))
 
 
 USUAL_TOKENS, LONG_TOKENS = 4096, 8192
@@ -192,7 +195,7 @@ def _recipe(task: Task, kind: str) -> dict[str, SettingValue]:
     modules = "layernorm,moe_act" + (",mla_up_proj" if latent_layers(model) else "")
     if task.spec.train.precision == "fp8":
         recipe["fp8_recipe"] = "blockwise"  # the default, delayed scaling, cannot be combined with such recompute
-    recipe |= {EXPERT_TENSOR: 1, "moe_token_dispatcher_type": "flex"}
+    recipe |= {EXPERT_TENSOR: 1, "moe_token_dispatcher_type": "flex", "moe_router_fusion": True}
     return {**recipe, EXPERT_OVERLAP: not is_hybrid(model), "recompute_modules": modules}
 
 
@@ -237,9 +240,11 @@ def published(
 
 def _fine_tuning(task: Task) -> dict[str, SettingValue]:
     """Return the settings of fine-tuning recipes of Megatron-Bridge, as of @067f987d: of 200, 157 overlap no exchange
-    of gradients, and 5 set apply_rope_fusion, beside those of Llama, whose provider does (`models/llama`)."""
+    of gradients, and 5 set apply_rope_fusion, beside those of Llama, whose provider does (`models/llama`). Most routers
+    are not fused; those of its 25 performance recipes with experts are."""
     is_llama = "llama" in (task.spec.model.name or "").lower()
-    return {"apply_rope_fusion": is_llama, "overlap_grad_reduce": False, "overlap_param_gather": False}
+    switches = "overlap_grad_reduce", "overlap_param_gather", "moe_router_fusion"
+    return {"apply_rope_fusion": is_llama, **dict.fromkeys(switches, False)}
 
 
 def _defaults(
@@ -264,6 +269,7 @@ def _defaults(
         **({"dsa_indexer_loss_coeff": 0.001} if indexer_of(task.spec.model) else {}),  # `glm5_bridge.py`
         **overlaps(task, kind, settings, sharded=sharded, sequence_parallel=split),
         "moe_token_dispatcher_type": "flex" if is_wide else "alltoall",
+        "moe_router_fusion": kind != "local",
         **({EXPERT_OVERLAP: True} if is_wide and can_overlap and not is_repeated else {}),
         "cp_comm_type": "p2p",
         "attention_dropout": 0.0 if flash else 0.1,  # Megatron-LM's default: older models had dropout
@@ -296,7 +302,7 @@ def read_notes(notes: str) -> Mapping[str, SettingValue]:
         if match := flag.search(remaining):
             off = bool(match["no"] or match["off"])
             name, value = _setting_name(match["name"]), "false" if off else "true"
-            _add_missing(settings, setting_from_text(name, value, SETTINGS))
+            _add_missing(settings, setting_from_text(name, value))
             remaining = remaining[: match.start()] + ";" + remaining[match.end() :]
     for phrase, phrase_settings in _tables()["phrases"].items():
         match = re.search(phrase, remaining)
@@ -339,7 +345,7 @@ def _parse_pair(name: str, text: str) -> Mapping[str, SettingValue]:
         return implied
     if key == "use_megatron_fsdp" and value.isdecimal():
         return {key: int(value) > 1}
-    return setting_from_text(key, value, SETTINGS) or setting_from_text(key, value.lower(), SETTINGS)
+    return setting_from_text(key, value) or setting_from_text(key, value.lower())
 
 
 def _settings_of_phrase(phrase_settings: Mapping[str, SettingValue], match: re.Match[str]) -> dict[str, SettingValue]:
@@ -350,7 +356,7 @@ def _settings_of_phrase(phrase_settings: Mapping[str, SettingValue], match: re.M
         if value != "{1}":
             settings[key] = value
         elif match[1]:
-            settings |= setting_from_text(key, re.sub(r" *[+,] *", ",", match[1]), SETTINGS)
+            settings |= setting_from_text(key, re.sub(r" *[+,] *", ",", match[1]))
     return settings
 
 

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 import numpy as np
+from flagcore_training.layout import WHOLE_STEP
+from flagcore_training.schedules import SCHEDULES
 
 from flagcore.domain.knob import in_versions
-from flagcore.domain.schedule import SCHEDULES
 from flagcore.domain.space import BoolArray, Columns, Rule
 from flagcore.domain.spec import SettingValue, Task
 from flagcore.i18n import N_, Message
@@ -14,7 +15,7 @@ from flagcore_megatron.space.meshes import DP, EP, MBS, PP, SP
 from flagcore_megatron.space.options import (
     MUON_SHARDED_SINCE,
     Settings,
-    graph,
+    graphs,
     is_hybrid,
     numbers,
     precision,
@@ -42,7 +43,7 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
     piped_depths = 0 if in_versions(UNPIPED_MTP_OVERLAP_SINCE, release(task.spec)) else depths
     is_muon = "muon" in str(settings.get("optimizer"))
     is_unsharded = is_muon and not in_versions(MUON_SHARDED_SINCE, release(task.spec))
-    has_parts = graph(settings) == "layer"
+    has_parts = bool(graphs(settings) - WHOLE_STEP)
 
     rules = (
         *(rule(name, lambda c: (c[DIST_OPT] == 0) & (not sharded), name=name) for name in DIST_OPT_SETTINGS),

@@ -144,14 +144,14 @@ class Split:
         return np.where(stages > 0, (self.counted - first - last) // np.maximum(stages, 1), 0), stages
 
 
-def stages_of(model: Model, settings: Settings) -> tuple[StageLayers, ...]:
+def stages_of(model: Model, settings: Settings, release: str | None = None) -> tuple[StageLayers, ...]:
     """Return the stages of the layout, or of the bars in the hybrid pattern, in `settings`; empty if there are none.
 
-    Raises SpecError for an invalid text.
+    Raises SpecError for an invalid text, or one that the engine `release` does not read.
     """
     if layout := settings.get(LAYOUT):
         return parse_layout(str(layout), model.num_layers, model.mtp_num_layers)
-    return pattern_stages(str(pattern), model) if (pattern := settings.get(PATTERN)) else ()
+    return pattern_stages(str(pattern), model, release) if (pattern := settings.get(PATTERN)) else ()
 
 
 def balanced(c: Columns) -> BoolArray:

@@ -11,6 +11,7 @@ from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_training.splits import StageLayers
 
+from flagcore.domain.knob import in_versions
 from flagcore.domain.model import Layer, Model
 from flagcore.domain.spec import SettingValue
 from flagcore.errors import SpecError
@@ -60,13 +61,29 @@ LETTERS = {"Mamba-2": "M", "Gated DeltaNet": "G", "dense": "-", "experts": "E"}
 """Letters of hybrid patterns for the labels of mixers, and for feed-forward networks. Those of attention: `_letter`."""
 
 
-def pattern_stages(text: str, model: Model) -> tuple[StageLayers, ...]:
+SYMBOLS = {"*-M": "", "E": ">=0.16", "/G|": ">=0.17", "D": ">=0.18", "+": ">=0.19"}
+"""The symbols of hybrid patterns, by the releases that read them. Source: the tags core_v0.12.0 to core_v0.19.0, and
+0.20, `mamba_hybrid_layer_allocation.py` or `hybrid_layer_allocation.py`."""
+
+
+def check_symbols(text: str, key: str, release: str | None = None) -> str:
+    """Return a hybrid pattern. Raises SpecError if a release, or any if it is unknown, does not read it."""
+    known = "".join(each for each, versions in SYMBOLS.items() if in_versions(versions, release))
+    if wrong := sorted({*text} - {*known}):
+        problem = f"has {wrong[0]!r}, which megatron-core{f' {release}' if release else ''} does not read"
+        raise SpecError(key=key, value=text, problem=problem, fix=f"use the symbols {' '.join(known)}")
+    if len({*text.split("/")[1:]}) > 1:
+        raise SpecError(key=key, value=text, problem="has different depths", fix="repeat the same letters after each /")
+    return text
+
+
+def pattern_stages(text: str, model: Model, release: str | None = None) -> tuple[StageLayers, ...]:
     """Return the contents of each (virtual) stage of a hybrid pattern in model order; empty if it has no bars.
 
     Raises SpecError for a pattern with another number of layers than the model. Multi-token prediction is on the last
     stage. Source of the grammar: megatron-core 0.20 `hybrid_layer_allocation.py`.
     """
-    stages = text.partition("/")[0].split("|")
+    stages = check_symbols(text, f"train.settings.{PATTERN}", release).partition("/")[0].split("|")
     if (letters := sum(map(len, stages))) != model.num_layers:
         problem, fix = f"has {letters} layers, but the model has {model.num_layers}", "give the pattern of this model"
         raise SpecError(key=f"train.settings.{PATTERN}", value=text, problem=problem, fix=fix)

@@ -184,6 +184,7 @@ def test_an_unknown_rate_of_one_chip_gives_no_time() -> None:
     assert np.isnan(seconds(halves(), mixed(costs(), bare))).all()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("kind", "virtual"), [("dense", 1), ("dense", 2), ("experts", 1)])
 def test_a_derived_split_is_the_best_of_all_that_fit(kind: str, virtual: int) -> None:
     fast, slow = costs(capacity=3e9), costs(TIMES, capacity=1.2e9)

@@ -155,6 +155,7 @@ def drawn(draw: np.random.Generator) -> tuple[Training, Layout]:
 
 
 @pytest.mark.parametrize("seed", [17, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2026, 2027))])
+@pytest.mark.costly
 def test_splits_of_random_candidates_are_optimal_with_and_without_memory_limits(seed: int) -> None:
     draw, narrower = np.random.default_rng(seed), 0
     for _ in range(40):
@@ -163,17 +164,17 @@ def test_splits_of_random_candidates_are_optimal_with_and_without_memory_limits(
         every = all_splits(work, split)
         if not every[1].split.size:
             continue
-        seconds, used = slowest(*every, costs()), memory_in_use(*every, costs()).used
+        seconds, used = slowest(*every, costs()), memory_in_use(*every, costs(0.0)).used  # without what only may be
         free = derived(work, split, costs())
         assert slowest(*free, costs())[0] == pytest.approx(seconds.min(), rel=1e-6), (work.model, split)
-        needed = memory_in_use(*free, costs()).used[0]
+        needed = memory_in_use(*free, costs(0.0)).used[0]
         low = used.min()
         if low >= needed:
             continue
         capacity = low + share * (needed - low)
         fits, chosen = used <= capacity, derived(work, split, costs(capacity))
         if fits.any():
-            assert memory_in_use(*chosen, costs()).used[0] <= capacity, (work.model, split)
+            assert memory_in_use(*chosen, costs(0.0)).used[0] <= capacity, (work.model, split)
             assert slowest(*chosen, costs())[0] == pytest.approx(seconds[fits].min(), rel=1e-6), (work.model, split)
             narrower += 1
     assert narrower > 5
@@ -297,6 +298,7 @@ def test_a_split_that_is_given_or_that_the_release_cannot_have_is_not_derived(
     assert set(space.columns()[SPLIT].tolist()) == {0}
 
 
+@pytest.mark.costly
 @pytest.mark.slow
 def test_a_candidate_has_the_same_split_alone_and_among_others() -> None:
     model = dataclasses.replace(EXPERTS, num_layers=13, moe_first_dense_layers=1)

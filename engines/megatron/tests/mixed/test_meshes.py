@@ -176,6 +176,7 @@ def test_the_time_of_unequal_stages_is_that_of_the_simulated_schedule(text: str)
 @pytest.mark.parametrize(
     "model", [MODEL, replace(EXPERTS, num_layers=60, num_moe_experts=256)], ids=["dense", "experts"]
 )
+@pytest.mark.costly
 def test_thousands_of_devices_have_few_candidates(model: Model) -> None:
     sizes = (1.0, "fast"), (TIMES, "slow"), (2 * TIMES, "slower")
     groups = [

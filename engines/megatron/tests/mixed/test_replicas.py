@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_megatron.engine import ENGINE
+from flagcore_megatron.mixed import options, planner
 from flagcore_megatron.mixed.equal_meshes import require_runnable, shares
 from flagcore_megatron.mixed.hetero import mixed
 from flagcore_megatron.mixed.options import share_sizes
@@ -227,19 +228,22 @@ def layouts(layers: int, stages: int) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("count", "devices", "model", "recompute"),
+    ("count", "devices", "model", "recompute", "few"),
     [
-        pytest.param(2, 4, MODEL, True, id="2-4-dense"),
-        pytest.param(2, 4, EXPERTS, True, id="2-4-experts", marks=pytest.mark.long),
-        pytest.param(2, 8, EXPERTS, False, id="2-8-experts", marks=pytest.mark.long),
-        pytest.param(3, 2, MODEL, True, id="3-2-dense", marks=pytest.mark.long),
-        pytest.param(3, 2, EXPERTS, False, id="3-2-experts"),
-        pytest.param(3, 2, EXPERTS, True, id="3-2-experts, recompute", marks=pytest.mark.long),
+        pytest.param(2, 4, MODEL, True, 3, id="2-4-dense"),
+        pytest.param(2, 4, EXPERTS, True, 1, id="2-4-experts", marks=pytest.mark.long),
+        pytest.param(2, 8, EXPERTS, False, 3, id="2-8-experts", marks=pytest.mark.long),
+        pytest.param(3, 2, MODEL, True, 1, id="3-2-dense", marks=pytest.mark.long),
+        pytest.param(3, 2, EXPERTS, False, 1, id="3-2-experts, as of many kinds"),
+        pytest.param(3, 2, EXPERTS, True, 3, id="3-2-experts, recompute", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.costly
 def test_the_best_is_that_of_all_meshes_orders_and_splits(
-    count: int, devices: int, model: Any, recompute: bool
+    count: int, devices: int, model: Any, recompute: bool, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for module in (planner, options):
+        monkeypatch.setattr(module, "FEW", few)
     given = {"model": model, "devices": devices}
     task, made = job(count, **given)
     (found, values), *_ = fastest(count, list(planned(task, made)), 1, **given)

@@ -10,7 +10,7 @@ from flagcore_megatron.predict import layout_of, training
 from flagcore_megatron.space.knobs import candidate_columns
 from flagcore_megatron.space.options import options
 from flagcore_megatron.space.production import read_notes
-from flagcore_training.layout import Options
+from flagcore_training.layout import WHOLE_STEP, Options
 
 from engines.models.tests.examples import layer_of
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -51,6 +51,10 @@ SWITCHES = {
     **{name: name for name in ("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "fp8_param_gather")},
 }
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fsdp": (
+        {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"},
+        {"fsdp": True, "whole": {"weights"}},
+    ),
     "schedule": ({"pipeline_schedule": "ZB_H1"}, {"schedule": "zb-h1"}),
     "engine's schedule": ({"pipeline_schedule": "1f1b"}, {"schedule": None}),
     "modules": ({"recompute_modules": "layernorm,mlp"}, {"recompute_modules": {"layernorm", "mlp"}}),
@@ -80,9 +84,9 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
         {"expert_imbalance": 1.5},
     ),
-    "layer graphs": ({"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn"}, {"cuda_graph": "layer"}),
-    "a graph of all": ({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}, {"cuda_graph": "iteration"}),
-    "no graphs": ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"}, {"cuda_graph": ""}),
+    "layer graphs": ({"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn"}, {"graphs": {"attn"}}),
+    "a graph of all": ({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}, {"graphs": WHOLE_STEP}),
+    "no graphs": ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"}, {"graphs": frozenset()}),
     "switches": (
         {**dict.fromkeys(SWITCHES, True), "overlap_p2p_comm": False, "delay_wgrad_compute": True},
         {**dict.fromkeys(SWITCHES.values(), True), "overlap_p2p_comm": False},
@@ -406,3 +410,18 @@ def test_images_bring_the_vision_tower() -> None:
 def test_images_need_a_tower_sizes_and_place(model: Any, settings: dict[str, Any], key: str) -> None:
     with refuses(f"train.settings.{key}"):
         options(tasks.task(model, settings=settings))
+
+
+@pytest.mark.parametrize(
+    ("train", "natural"),
+    [
+        ({"adapter": Adapter()}, True),
+        ({"adapter": Adapter(), "settings": {"moe_expert_imbalance": 1.0}}, False),
+        ({"adapter": Adapter(), "settings": {"moe_expert_capacity_factor": 1.5}}, False),
+        ({}, False),
+    ],
+)
+def test_fine_tuned_experts_have_the_loads_of_real_text_and_a_warning(train: dict[str, Any], natural: bool) -> None:
+    task = tasks.task(tasks.EXPERTS, **train)
+    assert (options(task).routing_spread > 0.0) == natural
+    assert ("moe_expert_imbalance" in [each.name for each in ENGINE.unmodelled(task)]) == natural

@@ -115,6 +115,7 @@ class TestRank:
         data = trial_jobs.make_job(Path("out"), trial_jobs.DENSE, train=train)
         return parse_job({**data, "device": {**data["device"], "type": "cuda"}})
 
+    @pytest.mark.costly
     def test_kernels_are_fused_as_megatron_lm_does_by_default(self, config: Any) -> None:
         found = config.transformer_config(self.job(precision="bf16"))
         assert all(found[name] for name in ("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion"))
@@ -158,3 +159,10 @@ class TestRank:
         with pytest.raises(JobError, match="later"):
             releases.build_config(Old, {"later": True})
         assert releases.accepted_arguments(lambda one: one, one=1, later=2) == {"one": 1}
+
+
+@pytest.mark.parametrize(
+    ("release", "is_needed"), [("0.19.2", True), ("0.18.0", True), ("0.17.1", False), (None, False)]
+)
+def test_releases_that_import_triton_need_it(release: str | None, is_needed: bool) -> None:
+    assert ("triton" in start.modules_of(release)) is is_needed

@@ -200,6 +200,7 @@ def test_job_that_cannot_be_read_exits_with_2_and_no_traceback(tmp_path: Path) -
     assert stderr.count("\n") == 1
 
 
+@pytest.mark.costly
 def test_steps_are_written_while_the_trial_runs_and_sigterm_ends_its_ranks(tmp_path: Path) -> None:
     out = tmp_path / "out"
     program = start(tmp_path, trial_jobs.make_job(out, DENSE, train=ENDLESS, data_parallel_size=2))

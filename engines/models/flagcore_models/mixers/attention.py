@@ -94,7 +94,11 @@ class Attention(Mixer):
         part = partial(Product, split="", name="index", adapts=False, component="qkv_proj")
         return (
             part(inputs=query_rank, outputs=index.heads * index.head_dim),
-            part(inputs=hidden_size, outputs=index.head_dim + index.heads),
+            part(
+                inputs=hidden_size,
+                outputs=index.head_dim + index.heads,
+                joined=(Output("key", index.head_dim), Output("weights", index.heads)),
+            ),
         )
 
     def products(self, hidden_size: int) -> tuple[Product, ...]:

@@ -10,6 +10,7 @@ class GatedDeltaNet(Mixer):
     """Queries and keys have `key_heads` heads of `key_dim` elements, values and gates `value_heads` of `value_dim`.
 
     Queries, keys and values pass through a convolution over `kernel` tokens. Each value head has a decay and a rate.
+    `element_bytes`: as in `Mamba2` (`mamba_ssm_dtype`).
     Source: megatron-core 0.16 `ssm/gated_delta_net.py`, transformers 5.24 `models/qwen3_next`.
     """
 
@@ -20,6 +21,7 @@ class GatedDeltaNet(Mixer):
     key_dim: int
     value_dim: int
     kernel: int = 4
+    element_bytes: int = 0
 
     @property
     def values(self) -> int:
@@ -88,5 +90,6 @@ class GatedDeltaNet(Mixer):
 
     @property
     def state_bytes(self) -> float:
-        """Matrices in 32 bits (`mamba_ssm_dtype` of Qwen3.5), and inputs of the convolution in 16 bits."""
-        return 4.0 * self.value_heads * self.key_dim * self.value_dim + 2.0 * (self.kernel - 1) * self.channels
+        """Matrices, by default in 32 bits, and inputs of the convolution in 16 bits."""
+        states = float(self.element_bytes or 4) * self.value_heads * self.key_dim * self.value_dim
+        return states + 2.0 * (self.kernel - 1) * self.channels

@@ -7,7 +7,7 @@ from flagcore.domain.model import Mixer, Product
 
 @dataclass(frozen=True, kw_only=True)
 class LightningAttention(Mixer):
-    """Queries, keys, values and gates have `num_heads` heads of `head_dim` elements.
+    """Queries, keys, values and gates have `num_heads` heads of `head_dim` elements. `element_bytes`: as in `Mamba2`.
 
     Source: transformers 5.24 `models/minimax` (`MiniMaxLightningAttention`).
     """
@@ -17,6 +17,7 @@ class LightningAttention(Mixer):
 
     num_heads: int
     head_dim: int
+    element_bytes: int = 0
 
     @property
     def width(self) -> int:
@@ -53,4 +54,4 @@ class LightningAttention(Mixer):
 
     @property
     def state_bytes(self) -> float:
-        return 4.0 * self.num_heads * self.head_dim**2
+        return float(self.element_bytes or 4) * self.num_heads * self.head_dim**2

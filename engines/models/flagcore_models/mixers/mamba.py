@@ -8,6 +8,7 @@ from flagcore.domain.model import Mixer, Product
 @dataclass(frozen=True, kw_only=True)
 class Mamba(Mixer):
     """`width` channels, each with a state of `state_size` elements. Decays are projected over `rank` elements.
+    `element_bytes`: as in `Mamba2`.
 
     Source: transformers 5.24 `models/jamba` (`JambaMambaMixer`).
     """
@@ -18,6 +19,7 @@ class Mamba(Mixer):
     state_size: int = 16
     rank: int = 256
     kernel: int = 4
+    element_bytes: int = 0
 
     @property
     def heads(self) -> int:
@@ -50,4 +52,4 @@ class Mamba(Mixer):
 
     @property
     def state_bytes(self) -> float:
-        return 4.0 * self.width * self.state_size + 2.0 * (self.kernel - 1) * self.width
+        return float(self.element_bytes or 4) * self.width * self.state_size + 2.0 * (self.kernel - 1) * self.width

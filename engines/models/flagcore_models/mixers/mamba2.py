@@ -10,7 +10,8 @@ class Mamba2(Mixer):
     """`num_heads` heads of `head_dim` elements, each with a state of `head_dim` x `state_size` elements.
 
     The heads of one of `groups` groups share the `state_size` inputs and outputs of their states. Inputs of heads and
-    states pass through a convolution over `kernel` tokens.
+    states pass through a convolution over `kernel` tokens. `element_bytes`: the bytes of an element of a state that the
+    model's config.json sets (`mamba_ssm_cache_dtype`). 0: none; then engines choose, mostly 4.
     Source: megatron-core 0.16 `ssm/mamba_mixer.py`, mamba-ssm 2.2 `ops/triton/ssd_combined.py`.
     """
 
@@ -22,6 +23,7 @@ class Mamba2(Mixer):
     state_size: int
     groups: int = 8
     kernel: int = 4
+    element_bytes: int = 0
 
     @property
     def width(self) -> int:
@@ -79,5 +81,6 @@ class Mamba2(Mixer):
 
     @property
     def state_bytes(self) -> float:
-        """States in 32 bits (`mamba_ssm_cache_dtype`), and inputs of the convolution in 16 bits."""
-        return 4.0 * self.width * self.state_size + 2.0 * (self.kernel - 1) * self.channels
+        """States, by default in 32 bits, and inputs of the convolution in 16 bits."""
+        states = float(self.element_bytes or 4) * self.width * self.state_size
+        return states + 2.0 * (self.kernel - 1) * self.channels

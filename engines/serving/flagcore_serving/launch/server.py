@@ -195,6 +195,7 @@ class TrialJob:
     - `hosts`: the names of the hosts on which instances run; empty for this machine.
     - `protocol`: how instances that only prefill or only decode exchange caches (`load.routing`).
     - `predicted_s`: the predicted mean time of a request; None if there are several loads.
+    - `answers`: whether answers are compared with those of other trials.
     - `min_rate`: the load is stopped if its rate is very likely lower; None if it may not be stopped.
     """
 
@@ -216,6 +217,7 @@ class TrialJob:
     prefix_aware: bool = False
     predicted_s: float | None = None
     min_rate: MinRate | None = None
+    answers: bool = False
 
 
 def as_text(job: TrialJob) -> str:

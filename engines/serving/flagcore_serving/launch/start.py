@@ -202,6 +202,7 @@ class EngineProfile(Engine):
             hosts=spec.cluster.hosts[: spec.cluster.nodes] if spec.on_each_host else (),
             protocol=self.protocol(task, candidate.as_dict()),
             prefix_aware=serve.prefix_aware,
+            answers=spec.control.answers is not None,
         )
         file = Path(folder, SERVE)
         if any(secrets_in_arguments(each.argv) for each in instances):

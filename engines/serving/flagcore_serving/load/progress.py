@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 from statistics import fmean
+from typing import Protocol
 
 import numpy as np
 
@@ -94,6 +95,17 @@ def completions_per_s(answers: Sequence[Answer]) -> float:
     return (len(ends) - 1) / (ends[-1] - ends[0]) if ends and ends[-1] > ends[0] else math.inf
 
 
+class Latencies(Protocol):
+    """The latencies of an answer in seconds."""
+
+    @property
+    def ttft_s(self) -> float: ...
+    @property
+    def tpot_s(self) -> float | None: ...
+    @property
+    def e2e_s(self) -> float: ...
+
+
 class LimitCheck:
     """Detects that a load is certain to exceed a limit, even if all remaining answers are fast.
 
@@ -107,12 +119,18 @@ class LimitCheck:
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._slower: Counter[tuple[str, str]] = Counter()
 
-    def exceeded(self, answer: Answer) -> bool:
-        """Add an answer, and return whether the load is now certain to exceed one of the limits."""
-        for name in {name for name, _ in self._limits}:
-            self._sums[name] += getattr(answer, name) or 0.0
+    def add(self, answer: Latencies) -> None:
+        """Count an answer."""
         for figure, limit in self._limits.items():
-            self._slower[figure] += (getattr(answer, figure[0]) or 0.0) > limit
+            seconds = getattr(answer, figure[0]) or 0.0
+            if figure[1] == "mean":
+                self._sums[figure[0]] += seconds
+            else:
+                self._slower[figure] += seconds > limit
+
+    def exceeded(self, answer: Latencies) -> bool:
+        """Count an answer, and return whether the load is now certain to exceed one of the limits."""
+        self.add(answer)
         return self.is_exceeded({})
 
     def is_exceeded(self, waits_s: Mapping[str, Sequence[float]]) -> bool:

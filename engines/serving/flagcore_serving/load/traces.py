@@ -120,6 +120,10 @@ def trace_of(load: Load) -> Traffic:
     return _cached(path, load.turns, load.output_len, os.stat(path).st_mtime_ns if os.path.exists(path) else 0)
 
 
+MOST_OBJECTS = 2_000_000
+"""The maximum number of JSON objects in a trace."""
+
+
 class _InvalidRow(Exception):
     """The trace contains an invalid row."""
 
@@ -133,7 +137,11 @@ def read_trace(path: str, turns: int = 1, output_len: int = 0) -> Traffic:
     """
     file, refused = Path(path), partial(SpecError, key="serve.profile.trace", value=path)
     try:
-        text = read_regular(file, max_bytes=1 << 30).decode("utf-8-sig")
+        data = read_regular(file, max_bytes=3 << 28)
+        if (count := data.count(b"{")) > MOST_OBJECTS:
+            raise refused(problem=f"has {count:,} objects", fix=f"give at most {MOST_OBJECTS:,}")
+        text = data.decode("utf-8-sig")
+        del data  # which may be large
         trace = _json(text, turns, output_len, file.parent)
     except OSError as error:
         problem, fix = f"cannot be read: {error.strerror or error}", "give a file, relative to the spec"
@@ -170,7 +178,8 @@ def _json(text: str, turns: int, output_len: int, folder: Path) -> Traffic:
 def _rows(text: str) -> list[dict[str, Any]]:
     """Return the objects in JSON or JSON lines. Only a line feed ends a line, because texts may contain U+2028."""
     parsed_rows: list[Any] = []
-    for number, part in enumerate([text] if text.lstrip().startswith("[") else text.split("\n"), 1):
+    lines = (text,) if text.lstrip().startswith("[") else (each[0] for each in re.finditer(r"[^\n]*\n?", text))
+    for number, part in enumerate(lines, 1):
         try:
             parsed = json.loads(part) if part.strip() else []
         except (ValueError, RecursionError) as error:

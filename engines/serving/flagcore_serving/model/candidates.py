@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +20,17 @@ from flagcore_serving.model.closed_loop import PARTS, ClosedLoop, LoopMeans, par
 from flagcore_serving.model.disaggregated import Prefill
 from flagcore_serving.model.iteration import IterationCosts
 from flagcore_serving.model.memory import ServingMemory
-from flagcore_serving.model.simulated_load import CACHE_FIGURES, HIT_RATE, MAX_REQUESTS, TIER_HIT_RATE, SimulatedLoad
-from flagcore_serving.model.simulation import Lane, Price
-from flagcore_serving.model.speculation import rates, tokens_per_iteration
+from flagcore_serving.model.price import Lane, Price
+from flagcore_serving.model.simulated_load import (
+    CACHE_FIGURES,
+    HIT_RATE,
+    MAX_REQUESTS,
+    MAX_SEARCHED,
+    TIER_HIT_RATE,
+    SimulatedLoad,
+)
+from flagcore_serving.model.simulation import Simulation
+from flagcore_serving.model.speculation import gains
 from flagcore_serving.model.tiers import Tier, reached
 from flagcore_serving.model.vision import EncoderCosts, Encoders, ImageWork
 from flagcore_serving.model.work import TOKENIZER, Overheads
@@ -48,11 +56,13 @@ FIGURE_NAMES = (
     *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS),
 )
 
+SIMULATION = "simulation"
+
 FAR = 0.7
 """Candidates that are expected to reach a lower share of the best highest rate are not simulated. A choice."""
 
-Key: TypeAlias = tuple[int, tuple[Lane, ...], bytes]
-"""Everything that determines the simulation of a kind of instance: the number of instances, lanes and costs."""
+PIECE = 4096
+"""The rows that are compared at once, to save memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +74,8 @@ class Candidates:
     `transfer`: seconds to send the cache of one prompt token, for kinds that only prefill or only decode, or the
     embedding of one token of an image, for kinds that only encode. `swap_s`: those to load an adapter into a slot.
     `has_states`: whether the model has recurrent states.
-    `encoder`: the costs of the vision tower; None if there is none. `tiers`: those of `tiers_of`.
+    `encoder`: the costs of the vision tower; None if there is none. `tiers`: those of `tiers_of`. `simulation`: as in
+    `Price`.
     """
 
     kinds: InstanceKinds
@@ -79,6 +90,7 @@ class Candidates:
     has_states: bool = False
     encoder: EncoderCosts | None = None
     tiers: Mapping[str, tuple[FloatArray, FloatArray]] = field(default_factory=dict)
+    simulation: type[Simulation] | None = None
 
     @property
     def serve(self) -> ServeSpec:
@@ -93,27 +105,33 @@ class Candidates:
         return [] if self.encoder is None else self.encoder.seconds(row, images)
 
 
-def expected_figures(context: Candidates) -> dict[str, FloatArray]:
+def expected_figures(context: Candidates, *, simulates: bool = True) -> dict[str, FloatArray]:
     """Return the metrics of each candidate by name. Metrics are NaN if costs are unknown or the host computes layers.
 
     Candidates with equal inputs are simulated once. With several load points, one point determines the metrics, as in a
-    measurement.
+    measurement. Without `simulates`, all metrics are in closed form, at the heaviest load,
+    and SIMULATION is a number that candidates with equal simulations share.
     """
     loads, members, candidates_by_key, names = context.loads, context.kinds.members, _by_key(context), _names(context)
+    heaviest_load = max(loads, key=lambda load: load.flight(1))
+    if not simulates:
+        numbers = np.full(context.kinds.size, np.nan)
+        for number, rows in enumerate(candidates_by_key.values()):
+            numbers[rows] = number
+        return _in_closed_form(context, heaviest_load, with_drafts=True) | {SIMULATION: numbers}
     table = {name: np.full(context.kinds.size, np.nan) for name in names}
     representatives = np.array([rows[0] for rows in candidates_by_key.values()], dtype=np.int64)
-    requests = sum(min(load.input_len.size, MAX_REQUESTS) for load in loads)
+    requests = sum(min(load.input_len.size, MAX_SEARCHED if context.serve.highest else MAX_REQUESTS) for load in loads)
     limit = min(MAX_SIMULATED, max(MIN_SIMULATED, MAX_WORK // requests))
     simulates_all, found = representatives.size <= limit, dict[object, tuple[float, Mapping[str, float]]]()
-    heaviest_load = max(loads, key=lambda load: load.flight(1))
     needs_rates = context.serve.highest is not None or not simulates_all
     closed_form = _in_closed_form(context, heaviest_load) if needs_rates else {}
     expected = closed_form.get("requests_per_s", np.zeros(context.kinds.size))
     simulated = representatives if simulates_all else _best_rows(context, closed_form, representatives, limit)
     simulated_rows = set(simulated.tolist())
-    for keys, rows in sorted(candidates_by_key.items(), key=lambda item: -expected[item[1][0]]):
+    for rows in sorted(candidates_by_key.values(), key=lambda rows: -expected[rows[0]]):
         if rows[0] in simulated_rows:
-            counts = [(row, count) for row, (count, _, _) in zip(members[rows[0]], keys, strict=True)]
+            counts = [(row, int(context.kinds.count[row])) for row in members[rows[0]]]
             if context.serve.highest is None:
                 points = [_load_figures(context, load, counts) for load in loads]
             else:
@@ -132,15 +150,29 @@ def _completed(values: FloatArray, closed_form: FloatArray, simulated: IntArray)
     return np.where(np.isnan(values) & ~np.isnan(closed_form), closed_form * ratio, values)
 
 
-def _by_key(context: Candidates) -> dict[tuple[Key, ...], list[int]]:
+def _by_key(context: Candidates) -> dict[Hashable, list[int]]:
     """Return the candidates whose costs are known, by what determines their simulation."""
-    times, found = context.times, dict[tuple[Key, ...], list[int]]()
+    times, found, numbers = context.times, dict[Hashable, list[int]](), dict[Hashable, int]()
     has_costs = np.isfinite(times.local + times.shared).all(axis=1) & np.isfinite(times.cached + times.pair)
     has_costs &= np.isfinite(context.transfer) | (context.kinds.role == 0)
     has_costs &= (context.settings.on_device >= 1.0) | context.settings.encodes
+    number_of = np.full(has_costs.size, -1)
+    for start in range(0, has_costs.size, PIECE):
+        rows = np.flatnonzero(has_costs[start : start + PIECE]) + start
+        if not rows.size:
+            continue
+        lanes = [_lanes(context, load, rows) for load in context.loads]
+        parts: list[FloatArray | IntArray] = [column for columns, _ in lanes for column in columns.values()]
+        parts += [context.kinds.count[rows], context.kinds.role[rows], context.transfer[rows]]
+        parts += [each[rows] for each in times.arrays]
+        parts += [] if context.encoder is None else [context.encoder.patch[rows], context.encoder.ranks[rows]]
+        table = np.concatenate([each.reshape(rows.size, -1) for each in parts], axis=1, dtype=np.float64)
+        tiers = zip(*(each for _, each in lanes), strict=True)
+        keys = zip((row.tobytes() for row in table), tiers, strict=True)
+        number_of[rows] = [numbers.setdefault(key, len(numbers)) for key in keys]
     for candidate, kinds in enumerate(context.kinds.members):
         if has_costs[kinds].all():
-            found.setdefault(tuple(_key(context, context.loads, row) for row in kinds), []).append(candidate)
+            found.setdefault(tuple(number_of[kinds].tolist()), []).append(candidate)
     return found
 
 
@@ -155,9 +187,10 @@ def _names(context: Candidates) -> tuple[str, ...]:
     return (*names, HIGHEST_LOAD) if context.serve.highest else names
 
 
-_known: dict[Hashable, Mapping[str, float]] = {}
-"""Metrics of the last `MAX_KNOWN` simulations, because a plan predicts its baseline and the listed candidates again.
-They are empty if the simulation was stopped because a limit was exceeded."""
+_known: dict[Hashable, tuple[tuple[float, float, float], Mapping[str, float]]] = {}
+"""Metrics of the last `MAX_KNOWN` simulations, because a plan predicts its baseline and the listed candidates again,
+and `Price.needed`, `below` and `above`. Metrics are empty if the simulation was stopped because a limit was exceeded. A
+simulation that reached a limit has a key with both limits."""
 MAX_KNOWN = 4096
 
 
@@ -166,45 +199,69 @@ def _load_figures(
 ) -> Mapping[str, float]:
     """Return the metrics of a load on one candidate. `kinds`: for each kind of the candidate's instances, its row in
     `context` and its number of instances. With `stops`, the metrics may be empty if a limit of the SLO is exceeded."""
-    key = _simulation_key(context, load, kinds)
+    lanes = [_lane(context, load, row) for row, _ in kinds]
+    key, slots = _simulation_key(context, load, kinds, lanes), lanes[0].running
     if key is None:
-        return _simulated(context, load, kinds, stops=stops)
-    if key not in _known or not (_known[key] or stops):
-        _known[key] = _simulated(context, load, kinds, stops=stops)
-        if len(_known) > MAX_KNOWN:
-            del _known[next(iter(_known))]
-    return _known[key]
+        return _simulated(context, load, kinds, lanes, stops=stops)[1]
+    captured = [float(context.times.captured[row]) for row, _ in kinds]
+    exact = (key, slots, *captured)
+    for each in (key, exact):
+        (needed, below, above), figures = _known.get(each, ((math.inf, 0.0, 0.0), {}))
+        if needed <= slots and below <= captured[0] < above and (figures or stops):
+            return figures
+    price, figures = _simulated(context, load, kinds, lanes, stops=stops)
+    is_open = load.arrivals is not None and bool(load.arrivals.any()) and len(kinds) == 1
+    if is_open and price.needed <= slots:
+        _known[key] = (price.needed, price.below, price.above), figures
+    else:
+        _known[exact] = (0.0, 0.0, math.inf), figures
+    if len(_known) > MAX_KNOWN:
+        del _known[next(iter(_known))]
+    return figures
 
 
-def _simulation_key(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> Hashable | None:
-    """Return everything that determines `_load_figures`, or None for images and traces, which have no short key."""
-    if context.encoder is not None or load.load.trace:
+def _simulation_key(
+    context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]], lanes: Sequence[Lane]
+) -> Hashable | None:
+    """Return everything but the first `Lane.running` and `captured` that determines `_load_figures`, or None for
+    images and traces, which have no short key, and for another simulation."""
+    if context.encoder is not None or load.load.trace or context.simulation:
         return None
-    rows, slo = tuple(_key(context, [load], row) for row, _ in kinds), tuple(context.serve.slo.items())
-    return load.load, load.is_spread, load.prefix_aware, slo, repr(context.overheads), rows
+    free = (replace(lanes[0], running=math.inf), *lanes[1:])
+    costs = tuple(context.times.bytes_of(row) for row, _ in kinds)
+    rows = [row for row, _ in kinds]
+    others = tuple(each[rows].tobytes() for each in (context.kinds.count, context.kinds.role, context.transfer))
+    slo = tuple(context.serve.slo.items())
+    return load.load, load.is_spread, load.prefix_aware, slo, repr(context.overheads), free, costs, others
 
 
 def _simulated(
-    context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]], *, stops: bool
-) -> Mapping[str, float]:
+    context: Candidates,
+    load: SimulatedLoad,
+    kinds: Sequence[tuple[int, int]],
+    lanes: Sequence[Lane],
+    *,
+    stops: bool,
+) -> tuple[Price, Mapping[str, float]]:
+    """Return the price of the first of `lanes`, those of `kinds`, and the metrics as in `_load_figures`."""
     overheads = replace(context.overheads, prompt_token=TOKENIZER) if load.is_text else context.overheads
     role, encoders = context.kinds.role, None
-    kinds, encoding = ([each for each in kinds if bool(role[each[0]] == ENCODES) is apart] for apart in (False, True))
+    encoding = [each for each in kinds if role[each[0]] == ENCODES]
     for row, count in encoding:
-        token_s, lanes = float(context.transfer[row]), min(kinds[-1][1], load.flight(1))
-        encoders = Encoders(partial(context.encoding, row), count, count / lanes, token_s)
+        token_s, busy = float(context.transfer[row]), min(kinds[-1 - len(encoding)][1], load.flight(1))
+        encoders = Encoders(partial(context.encoding, row), count, count / busy, token_s)
+    own = encoders, context.simulation
     prices = [
-        (
-            Price(context.times, row, _lane(context, load, row), overheads, partial(context.encoding, row), encoders),
-            count,
-        )
-        for row, count in kinds
+        (Price(context.times, row, lane, overheads, partial(context.encoding, row), *own), count)
+        for (row, count), lane in zip(kinds, lanes, strict=True)
+        if role[row] != ENCODES
     ]
+    first, prefills = prices[0]
     if not role[kinds[0][0]]:
-        return load.figures(*prices[0], context.serve.slo, stops=stops)
-    (first, prefills), (decode, decodes) = prices
+        return first, load.figures(first, prefills, context.serve.slo, stops=stops)
+    decode, decodes = prices[1]
     prefill = Prefill(price=first, per_decode=prefills / decodes, transfer=float(context.transfer[kinds[1][0]]))
-    return load.figures(decode, decodes, context.serve.slo, prefill, stops=stops)
+    return first, load.figures(decode, decodes, context.serve.slo, prefill, stops=stops)
 
 
 def _highest(
@@ -224,7 +281,8 @@ def _highest(
     settings, slo, points = context.settings, context.serve.slo, dict[float, Mapping[str, float]]()
     is_concurrency, maximum = context.serve.highest == "concurrency", load.load.concurrency or load.load.request_rate
     layout = tuple((settings.tensor[row], settings.pipeline[row], settings.data[row], each) for row, each in kinds)
-    before, figures = found.get(layout) or found.get(None, (1.0, {HIGHEST_LOAD: 1.0}))
+    known = [found[layout]] if layout in found else [*found.values(), (1.0, {HIGHEST_LOAD: 0.0})]
+    before, figures = max(known, key=lambda each: each[1][HIGHEST_LOAD] / each[0])
     scaled = {name: expected / before * figures[name] for name in (*RATES, HIGHEST_LOAD) if name in figures}
     if layout in found and scaled[HIGHEST_LOAD] < FAR * max(each[HIGHEST_LOAD] for _, each in found.values()):
         return {**figures, **scaled}
@@ -237,7 +295,7 @@ def _highest(
         is_met = bool(points[value]) and all(points[value].get(name, 0.0) <= limit for name, limit in slo.items())
         return Verdict.MET if is_met else Verdict.EXCEEDED
 
-    start, minimum, growth = scaled.get(HIGHEST_LOAD, 1.0), MIN_RATE, RESOLUTION
+    start, minimum, growth = scaled[HIGHEST_LOAD] or expected, MIN_RATE, RESOLUTION
     if is_concurrency:
         start, minimum, growth = FIRST_LOAD, 1.0, GROWTH
     highest = highest_load(
@@ -251,48 +309,55 @@ def _highest(
     return figures
 
 
-def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
-    costs = context.times.bytes_of(row) + context.kinds.role[row].tobytes() + context.transfer[row].tobytes()
-    if context.encoder is not None:
-        costs += context.encoder.patch[row].tobytes() + context.encoder.ranks[row].tobytes()
-    return int(context.kinds.count[row]), tuple(_lane(context, load, row) for load in loads), costs
-
-
 def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
-    """Return the limits of one lane (instance) of a candidate. Limits that the load cannot reach are removed. A cache
-    that is too small for one request is treated as unlimited: the memory check already excludes the candidate."""
-    settings, stages = context.settings, float(context.settings.pipeline[row])
-    ranks, block = float(context.settings.data[row]), float(settings.block_size[row])
-    flight, longest = load.flight(int(context.kinds.count[row])), load.longest
-    tokens = float(context.memory.cache_tokens[row])
-    is_unlimited = tokens >= flight * (longest + block) or tokens < longest + block
-    running = max(1.0, min(float(settings.max_running[row]), float(context.memory.sequences[row]))) * ranks
-    acceptance, found = rates(load.load, settings, row), float(load.load.prefix_len)
-    if context.has_states:  # a state is stored only at the end of a block
-        found -= found % block
-    device, tiers = _retained(context, load, row, tokens)
+    """Return the limits of one lane (instance) of a candidate."""
+    columns, tiers = _lanes(context, load, np.array([row]))
+    values: dict[str, Any] = {name: column.item() for name, column in columns.items()}
+    return Lane(**values, tiers=tiers[0], whole_prompts=context.overheads.whole_prompts)
+
+
+def _lanes(
+    context: Candidates, load: SimulatedLoad, rows: IntArray
+) -> tuple[dict[str, FloatArray], list[tuple[Tier, ...]]]:
+    """Return the fields of the lane (instance) of each row as arrays, and its tiers. Limits that the load cannot reach
+    are removed. A cache that is too small for one request is treated as unlimited: the memory check already excludes
+    the candidate."""
+    settings, memory, ones = context.settings, context.memory, np.ones(rows.size)
+    stages, ranks, block = settings.pipeline[rows], settings.data[rows], 1.0 * settings.block_size[rows]
+    flights = {count: load.flight(count) for count in set(context.kinds.count[rows].tolist())}
+    flight = np.array([float(flights[count]) for count in context.kinds.count[rows].tolist()])
+    tokens, fixed, one = memory.cache_tokens[rows], memory.sequence_tokens[rows], load.longest + block
+    one = one + memory.sequence_tokens[rows]
+    is_unlimited = (tokens >= flight * one) | (tokens < one)
+    running = np.maximum(1.0, np.minimum(settings.max_running[rows], memory.sequences[rows])) * ranks
+    drafted, gain = gains(load.load, settings, rows)
+    found = float(load.load.prefix_len)
+    prefix = found - found % block if context.has_states else found * ones  # a state is stored only after a block
+    retained = [_retained(context, load, row, size) for row, size in zip(rows.tolist(), tokens.tolist(), strict=True)]
     used = load.load.adapters + (context.overheads.base_takes_slot and load.load.adapter_share < 1.0)
-    slots = float(settings.adapter_slots[row]) * ranks or math.inf
-    drafted = 0.0 if acceptance is None else float(settings.drafted[row])
-    return Lane(
-        budget=float(settings.max_batched_tokens[row]) * ranks * stages if settings.chunked[row] else float("inf"),
-        running=min(running, float(flight)),
-        cache_tokens=UNLIMITED_TOKENS if is_unlimited else tokens,
-        block=1.0 if is_unlimited else block,
-        ranks=ranks,
-        stages=stages,
-        shared_prefix=found if settings.prefix_caching[row] else 0.0,
-        retained=device,
-        tiers=tiers,
-        whole_prompts=context.overheads.whole_prompts,
-        adapters=slots if slots < used else 0.0,
-        swap_s=float(context.swap_s[row]) if slots < used else 0.0,
-        page=float(settings.block_size[row]) if load.parts else 1.0,
-        mixes=context.overheads.mixes or bool(settings.mixed_chunks[row]),
-        drafted=drafted,
-        gain=tokens_per_iteration(acceptance or (), drafted),
-        ahead=float(settings.ahead[row]),
-    )
+    slots = settings.adapter_slots[rows] * ranks
+    has_all = (slots == 0.0) | (slots >= used)
+    budget = settings.max_batched_tokens[rows] * ranks * stages
+    return {
+        "budget": np.where(settings.chunked[rows], budget, np.inf),
+        "running": np.minimum(running, flight),
+        "cache_tokens": np.where(is_unlimited, UNLIMITED_TOKENS, tokens),
+        "block": np.where(is_unlimited, 1.0, block),
+        "fixed": np.where(is_unlimited, 0.0, fixed),
+        "chunk": settings.chunk_tokens[rows] * (settings.max_batched_tokens[rows] >= settings.chunk_tokens[rows]),
+        "admits": np.where(is_unlimited, 0.0, memory.admission_tokens[rows]),
+        "ranks": ranks,
+        "stages": stages,
+        "shared_prefix": np.where(settings.prefix_caching[rows], prefix, 0.0),
+        "retained": np.array([device for device, _ in retained]),
+        "adapters": np.where(has_all, 0.0, slots),
+        "swap_s": np.where(has_all, 0.0, context.swap_s[rows]),
+        "page": block if load.parts else ones,
+        "mixes": settings.mixed_chunks[rows] | context.overheads.mixes,
+        "drafted": drafted,
+        "gain": gain,
+        "ahead": settings.ahead[rows],
+    }, [tiers for _, tiers in retained]
 
 
 def _retained(context: Candidates, load: SimulatedLoad, row: int, tokens: float) -> tuple[float, tuple[Tier, ...]]:
@@ -300,7 +365,7 @@ def _retained(context: Candidates, load: SimulatedLoad, row: int, tokens: float)
     settings, overheads, least = context.settings, context.overheads, 0.0
     if not (settings.prefix_caching[row] and load.parts):
         return 0.0, ()
-    device = max(tokens, 0.0)
+    device = max(tokens, 0.0) / (1.0 + float(context.memory.sequence_tokens[row]) / sum(load.means))
     if overheads.whole_prompts:  # each slot has one, and a tier at least one, even one larger than the tier
         least = sum(load.means)
         device = min(device, float(settings.max_running[row]) * float(settings.data[row]) * least)
@@ -361,7 +426,7 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
 
 def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
     """Return a closed loop for each candidate: one of its lanes (instances) with a mean share of the load."""
-    settings, tokens = context.settings, context.memory.cache_tokens
+    settings, tokens, fixed = context.settings, context.memory.cache_tokens, context.memory.sequence_tokens
     prompt, output = (np.full(tokens.shape, mean) for mean in load.means)
     rows = range(tokens.size) if context.encoder is not None and load.images else ()
     encode = np.array([float(np.mean(context.encoding(row, load.images))) for row in rows] or [0.0])
@@ -375,7 +440,8 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
         output=output,
         budget=np.where(settings.chunked > 0, settings.max_batched_tokens * settings.data * settings.pipeline, np.inf),
         running=np.maximum(np.minimum(settings.max_running, context.memory.sequences), 1.0) * settings.data,
-        cache_tokens=np.where(tokens < load.longest, UNLIMITED_TOKENS, tokens),
+        cache_tokens=np.where(tokens < load.longest + fixed, UNLIMITED_TOKENS, tokens),
+        fixed=fixed,
         ranks=settings.data,
         stages=settings.pipeline,
         role=context.kinds.role,
@@ -385,9 +451,13 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
     )
 
 
-def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, FloatArray]:
-    """Return the metrics of the steady state, by name. Percentiles are replaced by means."""
+def _in_closed_form(context: Candidates, load: SimulatedLoad, *, with_drafts: bool = False) -> dict[str, FloatArray]:
+    """Return the metrics of the steady state, by name. Percentiles are replaced by means. Speculation counts only
+    `with_drafts`."""
     loop, kinds, lanes = _closed_loop(context, load), context.kinds, context.kinds.count
+    if with_drafts and context.settings.drafted.any():
+        drafted, gain = gains(load.load, context.settings, np.arange(loop.prompt.size))
+        loop = replace(loop, drafted=drafted, gain=gain)
     state, encodes = steady_state(loop), kinds.role == ENCODES
     state = LoopMeans(state.ttft, state.tpot, np.where(encodes, 0.0, state.rate))
     share = np.minimum(lanes, load.flight(1)) / lanes
@@ -424,5 +494,6 @@ def _best_rows(context: Candidates, figures: Mapping[str, FloatArray], rows: Int
     if name.endswith("per_device"):
         base = base / context.kinds.total(context.settings.devices)[rows]
     longest = max(load.longest for load in context.loads)
-    full = context.kinds.total(np.where(context.memory.cache_tokens < longest, 1.0, 0.0))[rows] > 0
+    lacks = context.memory.cache_tokens < longest + context.memory.sequence_tokens
+    full = context.kinds.total(np.where(lacks, 1.0, 0.0))[rows] > 0
     return rows[np.lexsort((-base if name in RATES else base, full))[:limit]]

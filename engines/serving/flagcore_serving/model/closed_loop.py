@@ -29,13 +29,15 @@ class ClosedLoop:
     - `flight`: requests in flight.
     - `prompt`, `output`: tokens of a prompt and of an answer.
     - `budget`, `running`: maximum tokens and sequences in an iteration, summed over all `ranks` and `stages`.
-    - `cache_tokens`: the capacity of the cache in tokens, summed likewise.
+    - `cache_tokens`: the capacity of the cache in tokens, summed likewise. `fixed`: tokens that a sequence takes beside
+      its own.
     - `ranks`, `stages`: numbers of attention DP ranks and of pipeline stages.
     - `role`: 1 if the lane only computes prompts, 2 if it only decodes, else 0.
     - `ahead`: batches that the scheduler plans ahead (see `Lane`).
     - `mixes`: whether iterations combine prompts and decoding.
     - `encode`: seconds of the vision tower for the images of a request.
     - `cached`: the share of a prompt that need not be computed. Only `parts` depend on it.
+    - `drafted`, `gain`: as in `Lane`.
     """
 
     costs: IterationCosts
@@ -49,10 +51,13 @@ class ClosedLoop:
     ranks: FloatArray
     stages: FloatArray
     role: IntArray | int = 0
+    fixed: FloatArray | float = 0.0
     ahead: FloatArray | float = 0.0
     mixes: BoolArray | bool = True
     encode: FloatArray | float = 0.0
     cached: FloatArray | float = 0.0
+    drafted: FloatArray | float = 0.0
+    gain: FloatArray | float = 1.0
 
     @property
     def front_end(self) -> FloatArray:
@@ -65,14 +70,19 @@ class ClosedLoop:
         return self.costs.cached * decoding / np.minimum(ranks, np.maximum(decoding, 1.0)) * context
 
     def device(self, decoding: FloatArray) -> FloatArray:
-        """Return the seconds that an iteration of `decoding` sequences takes on the device."""
-        costs, per_rank = self.costs, decoding / (self.ranks * self.stages)
-        return (
+        """Return the seconds of the device in which each of `decoding` sequences gets a token."""
+        costs, rows = self.costs, decoding / (self.ranks * self.stages)
+        per_rank, batch = rows * (1.0 + self.drafted), decoding / self.stages * (1.0 + self.drafted)
+        seconds = (
             interpolate(costs.local, per_rank)
-            + interpolate(costs.shared, decoding / self.stages)
+            + interpolate(costs.shared, batch)
             + interpolate(costs.sampled, per_rank)
             + self.reads(decoding)
         )
+        if np.any(self.drafted):
+            passes = interpolate(costs.drafts, rows) + interpolate(costs.draft_heads, rows)
+            seconds = (seconds + self.drafted * passes) / self.gain
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +104,7 @@ def steady_state(loop: ClosedLoop) -> LoopMeans:
     decodes_only = np.asarray(loop.role) == 2
     ahead = loop.ahead / loop.stages * np.clip(loop.flight - 1.0, 0.0, 1.0)  # nothing is planned for a lone request
     context = loop.prompt + 0.5 * loop.output
-    room = np.maximum(loop.cache_tokens / context, 1.0)
+    room = np.maximum(loop.cache_tokens / (context + loop.fixed), 1.0)
     limit = np.minimum(np.minimum(loop.flight, loop.running), room)
     decoding = limit.copy()
     decode_steps = np.maximum(loop.output - 1.0, 1.0)

@@ -15,7 +15,9 @@ from heapq import heappop, heappush, heapreplace
 from math import inf
 from operator import attrgetter
 
-from flagcore_serving.model.simulation import Price, Request, Simulation
+from flagcore_serving.model.price import Price
+from flagcore_serving.model.request import Request
+from flagcore_serving.model.simulation import Simulation
 from flagcore_serving.model.vision import ImageWork
 
 

@@ -64,7 +64,8 @@ def expert_seconds(
     Each of the two products of all experts on a device is one kernel, bound by its arithmetic or by reading the weights
     of the chosen experts. With expert parallelism a device holds whole experts, otherwise a slice of every expert.
     """
-    overheads, precision, hidden = serving.overheads, serving.precision, serving.model.hidden_size
+    overheads, hidden = serving.overheads, serving.model.hidden_size
+    precision = serving.format_of(EXPERTS)[0]
     up, down = experts.routed(hidden)
     ranks = settings.tensor * settings.data / settings.expert
     stored = 1.0 + settings.copies / experts.count

@@ -89,9 +89,14 @@ class IterationCosts:
     draft_heads: FloatArray
     draft_cached: FloatArray
 
+    @property
+    def arrays(self) -> list[FloatArray]:
+        """All tables and arrays, in a fixed order."""
+        return [getattr(self, name) for name in self.__slots__]
+
     def bytes_of(self, row: int) -> bytes:
-        """Return all times of a candidate, to compare candidates."""
-        return b"".join([getattr(self, name)[row].tobytes() for name in self.__slots__])
+        """Return all times of a candidate, to compare candidates, without `captured`."""
+        return b"".join([getattr(self, name)[row].tobytes() for name in self.__slots__ if name != "captured"])
 
 
 def interpolate(table: FloatArray, tokens: FloatArray) -> FloatArray:

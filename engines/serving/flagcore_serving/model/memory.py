@@ -22,11 +22,8 @@ from flagcore_serving.model.adapters import adapter_bytes
 from flagcore_serving.model.speculation import drafts
 from flagcore_serving.model.vision import tower_bytes
 from flagcore_serving.model.work import Serving
-from flagcore_serving.space.settings import Settings
+from flagcore_serving.space.settings import GRAPH_BYTES, Settings
 from flagcore_serving.space.weights import ATTENTION, EXPERTS
-
-GRAPH_BYTES = 12e6
-"""Bytes of captured graphs per layer, an estimate: start-up logs report 0.4 to 1 GiB for 32 to 80 layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +34,10 @@ class ServingMemory:
     - `cache`: size of the KV cache, negative if the budget is too small.
     - `token`: bytes per cached token, averaged over a request of mean length.
     - `longest_token`: bytes per cached token, averaged over the longest request.
-    - `cache_tokens`: tokens that the cache of one instance can hold, over all its attention ranks.
+    - `cache_tokens`: tokens that the cache of one instance can hold, over all its attention ranks, each sequence with
+      `sequence_tokens` in addition, the size of what it has whatever its length. `admission_tokens`: those that must
+      also be free for its prompt to be admitted.
+    - `longest_tokens`: the same in sequences of the whole context: what engines print.
     - `sequences`: maximum number of sequences of an attention rank whose states fit, if they are set aside.
     """
 
@@ -49,6 +49,9 @@ class ServingMemory:
     token: FloatArray
     longest_token: FloatArray
     cache_tokens: FloatArray
+    longest_tokens: FloatArray
+    sequence_tokens: FloatArray
+    admission_tokens: FloatArray
     sequences: FloatArray
 
 
@@ -76,7 +79,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
         weights = np.where(settings.encodes, tower, weights + tower)
         activations = np.where(settings.encodes, peak, np.maximum(activations, peak))
     graphs = np.where(settings.graph_tokens > 0, GRAPH_BYTES * model.num_layers / settings.pipeline, 0.0)
-    graphs = np.where(np.isnan(settings.graph_bytes), graphs, settings.graph_bytes)
+    graphs = graphs + settings.workspace_bytes
     budget = np.full(weights.shape, np.inf)
     if (capacity := costs.memory.capacity_bytes()) is not None:
         driver = costs.memory.device_used_bytes(np.zeros(1)) + settings.communicators * communicator_bytes(costs.memory)
@@ -84,25 +87,30 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     other = 0.0 if overheads.activations_beside else activations + graphs
     cache = np.where(np.isnan(settings.cache_bytes), budget - weights - adapters - other, settings.cache_bytes)
     kept = {"frees_windows": overheads.frees_windows, "indexes_all": overheads.indexes_all}
+    tokens, sequence = np.maximum(serving.tokens, 1.0), settings.sequence_bytes
     token = token_bytes(model, settings, serving.tokens, **kept)
+    token = np.where(np.isnan(settings.token_bytes), token, settings.token_bytes + sequence / tokens)
     longest = settings.context_len.astype(np.float64)
     longest_token = token_bytes(model, settings, longest, batched_tokens, **kept)
+    longest_token = np.where(np.isnan(settings.longest_bytes), longest_token, settings.longest_bytes / longest)
     for rows, draft, _ in drafts(serving, settings):
         token = token + np.where(rows, token_bytes(draft.model, alone, serving.tokens, **kept), 0.0)
         longest_token = longest_token + np.where(rows, token_bytes(draft.model, alone, longest, **kept), 0.0)
     state = _state_bytes(model, settings, recurrent=True)
     aside = (settings.state_share > 0.0) & (state > 0.0)
-    tokens = np.maximum(serving.tokens, 1.0)
     token = np.where(aside, token - state / tokens, token)
     longest_token = np.where(aside, longest_token - state / np.maximum(longest, 1.0), longest_token)
     slots = np.where(aside, settings.state_share, 1.0) * cache / np.where(aside, state, 1.0)
     sequences = np.where(aside, np.maximum(np.floor(slots / settings.state_slots), 0.0), np.inf)
     cache = np.where(aside, (1.0 - settings.state_share) * cache, cache)
-    cache_tokens = cache / token * settings.data
+    block = np.where(settings.block_bytes > 0.0, settings.block_bytes, 1.0)
+    whole = np.where(settings.block_bytes > 0.0, np.floor(cache / block) * block, cache) * settings.data
+    growing = token - sequence / tokens
     share = np.minimum(settings.on_device * (model.num_layers + 1) / model.num_layers, 1.0)
     layers = np.maximum(weights - table_bytes(model, settings), 0.0) * share
     weights = np.where(settings.on_device < 1.0, layers, weights)
     weights = weights - _on_host(serving, settings) * expert_bytes(serving, settings) / settings.cores
+    longest_tokens = whole / longest_token
     cache, token, longest_token = cache * share, token * share, longest_token * share
     return ServingMemory(
         weights=weights,
@@ -112,7 +120,10 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
         cache=cache,
         token=token,
         longest_token=longest_token,
-        cache_tokens=cache_tokens,
+        cache_tokens=whole / growing,
+        longest_tokens=longest_tokens,
+        sequence_tokens=sequence / growing,
+        admission_tokens=settings.admission_bytes / growing,
         sequences=sequences,
     )
 

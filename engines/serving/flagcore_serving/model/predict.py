@@ -19,6 +19,7 @@ from flagcore_serving.model.candidates import Candidates, expected_figures, time
 from flagcore_serving.model.iteration import NODES, IterationCosts, at_counts, iteration_costs
 from flagcore_serving.model.memory import ServingMemory, serving_memory
 from flagcore_serving.model.simulated_load import SimulatedLoad
+from flagcore_serving.model.simulation import Simulation
 from flagcore_serving.model.speculation import drafts, uncertainty
 from flagcore_serving.model.tiers import tiers_of
 from flagcore_serving.model.vision import encoder_costs
@@ -78,13 +79,16 @@ def predict(
     untested: bool = False,
     kinds: InstanceKinds | None = None,
     draft: Model | None = None,
+    simulates: bool = True,
+    simulation: type[Simulation] | None = None,
 ) -> Predictions:
     """Return memory and metrics of each candidate. Times are NaN if facts about the chip are missing.
 
     `settings` has one row per kind of instance in `kinds`. If `kinds` is None, all instances of a candidate are equal.
     Memory refers to the fullest device. With several load points, the metrics refer to the point that
     `flagcore_serving.trial.reading.read` chooses. Intervals are wider for an `untested` engine. `draft`: the model that
-    drafts tokens, if it is known.
+    drafts tokens, if it is known. Without `simulates`, metrics are in closed form, without the parts of times.
+    `simulation`: as in `Price`.
     """
     kinds = kinds or uniform_kinds(settings.instances)
     settings = settings.encoding(kinds.role == ENCODES)
@@ -106,12 +110,15 @@ def predict(
         has_states=state_bytes(task.spec.model) > 0.0,
         encoder=encoder,
         tiers=tiers_of(task, serving, settings, memory, costs),
+        simulation=simulation,
     )
-    figures = expected_figures(context)
+    figures = expected_figures(context, simulates=simulates)
     figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / kinds.total(settings.devices)
-    tokens = np.maximum(memory.cache_tokens, 0.0)
+    tokens = np.maximum(memory.longest_tokens, 0.0)
     figures["kv_cache_tokens"] = kinds.total(np.where(np.isin(kinds.role, (0, 2)), tokens, 0.0))
-    figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
+    figures["kv_cache_request_bytes"] = (memory.token * max(serving.tokens, 1.0))[kinds.first_rows]
+    if simulates:
+        figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
     unmeasured = costs.guessed or costs.synchronous or untested
     unmeasured |= bool(settings.offloaded.any())
     loads = np.nan_to_num(figures.get("cache_load_s", np.zeros(kinds.size)))
@@ -226,15 +233,24 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Mo
     host, checkpoint = group.chip.host_bytes_per_second, quantization(task.spec) or Quantization()
     serving = replace(serving, link_domain=group.link_domain, on_bus=on_bus, wide=checkpoint.wide)
     serving = replace(serving, host_rate=host.value if host else HOST_RATE, adapters=AdaptedRequests.of(loads[0]))
+    computed, weight_bytes = _computed(kernels, precision, file_bytes, checkpoint.bytes)
+    routed = _computed(kernels, checkpoint.experts, None, None) if checkpoint.experts else None
+    form = checkpoint.experts or precision
+    if form in STORED_BYTES and form in overheads.experts:
+        overheads = replace(overheads, experts={(routed or (computed,))[0]: overheads.experts[form]})
+    return replace(serving, precision=computed, overheads=overheads, weight_bytes=weight_bytes, routed=routed)
+
+
+def _computed(
+    kernels: KernelCosts, precision: str, file_bytes: float | None, stored_bytes: float | None
+) -> tuple[str, float | None]:
+    """Return the format in which weights of a `precision` are multiplied, and their stored bytes if it is another."""
     if precision not in STORED_BYTES and file_bytes is None and _computes(kernels, precision):
-        return serving
+        return precision, None
     supported = [name for name in COMPUTE_FORMATS if _computes(kernels, name)]
     stored = {"fp8": 1.0, "mxfp8": 1.0, "int8": 1.0, "nvfp4": 0.5625, "fp4": 0.5625, **STORED_BYTES}
     computed = precision if file_bytes and precision in supported else supported[0] if supported else "bf16"
-    if precision in STORED_BYTES and precision in overheads.experts:
-        overheads = replace(overheads, experts={computed: overheads.experts[precision]})
-    weight_bytes = file_bytes or checkpoint.bytes or stored.get(precision)
-    return replace(serving, precision=computed, overheads=overheads, weight_bytes=weight_bytes)
+    return computed, file_bytes or stored_bytes or stored.get(precision)
 
 
 def _computes(kernels: KernelCosts, precision: str) -> bool:
@@ -252,6 +268,16 @@ def _file_weight_bytes(task: Task) -> float | None:
     return weight_bytes if weight_bytes < NARROW_BYTES else None
 
 
+def _offered(context: Candidates, figures: dict[str, FloatArray], objective: str) -> FloatArray:
+    """Return the value of a rate if all requests that the loads offer per second are answered, else infinity."""
+    rates = [load.load.request_rate or math.inf for load in context.loads]
+    if not is_rate(objective) or context.serve.highest:
+        return np.full(context.kinds.size, math.inf)
+    if objective in ("requests_per_s", "goodput_requests_per_s"):
+        return np.full(context.kinds.size, max(rates))
+    return max(rates) * figures.get(objective, figures["output_tokens_per_s"]) / figures["requests_per_s"]
+
+
 def _predictions(
     context: Candidates, figures: dict[str, FloatArray], costs: Costs, width_factor: FloatArray
 ) -> Predictions:
@@ -267,6 +293,7 @@ def _predictions(
     per_host, kinds = Hardware.of(context.task).per_host, context.kinds
     is_apart = kinds.total(np.where((kinds.role > 0) | (settings.devices > per_host), 1.0, 0.0)) > 0.0
     low, high = np.where(is_apart, np.array([apart]).T, np.array([open_loop if is_open else closed_loop]).T)
+    low_s = np.maximum(time * low / width_factor, np.minimum(time, 1.0 / _offered(context, figures, objective)))
     capacity = costs.memory.capacity_bytes()
     static_bytes = memory.weights + memory.adapters
     engine_bytes = static_bytes + memory.activations + memory.graphs
@@ -287,7 +314,7 @@ def _predictions(
         figures["adapter_bytes"] = memory.adapters[fullest_rows]
     return Predictions(
         step_time_s=time,
-        low_s=time * low / width_factor,
+        low_s=low_s,
         high_s=time * high * width_factor,
         time_s={},
         static_bytes=(static_bytes + cache)[fullest_rows],

@@ -26,10 +26,8 @@ def linear(
     casts of operands, so the time of casts is subtracted from the product, but for the latency of separate kernels.
     """
     ones = np.ones_like(tokens)
-    precision = serving.precision if group else serving.wide_precision
-    if group == ATTENTION:
-        precision = serving.attention_precision
-    if serving.weight_bytes is None:
+    precision, stored = serving.format_of(group)
+    if stored is None:
         seconds = kernels.gemm_seconds(tokens, outer * ones, inner * ones, precision)
         cast = cast_bytes(tokens, inner * ones, precision)
         latency = kernels.memory_seconds(ones) if precision in serving.overheads.casts else 0.0
@@ -39,7 +37,7 @@ def linear(
     all_rows, single_row = (
         kernels.gemm_seconds(row_count, outer * ones, inner * ones, precision) for row_count in (tokens, ones)
     )
-    read = kernels.gemm_seconds(ones, outer * ones * (0.5 * serving.weight_bytes), inner * ones, precision)
+    read = kernels.gemm_seconds(ones, outer * ones * (0.5 * stored), inner * ones, precision)
     return np.maximum(all_rows - single_row, 0.0) + read
 
 

@@ -11,235 +11,25 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from heapq import heappop, heappush
-from itertools import pairwise
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from flagcore.domain.metrics import PERCENTILES, STATISTICS
 from flagcore.domain.model import Vision
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_serving.job import OPEN_LOOP_FLIGHT, Load
-from flagcore_serving.load.figures import MAX_TURNS, TASK_S, TURN_TTFT, statistics_of, widest_limits
+from flagcore_serving.load.figures import MAX_TURNS, TASK_S, TURN_TTFT
 from flagcore_serving.load.images import image_tokens
-from flagcore_serving.load.routing import Prefixes
 from flagcore_serving.load.traces import Traffic
 from flagcore_serving.load.traffic import in_flight, traffic
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
-from flagcore_serving.model.simulation import Price, Request, SimulatedRun, Simulation
+from flagcore_serving.model.price import Price
+from flagcore_serving.model.prompts import prefix_lanes, prompt_parts, turn_order
+from flagcore_serving.model.request_times import RequestTimes, SimulationCheck, figures_of
+from flagcore_serving.model.simulation import Simulation
 from flagcore_serving.model.tiers import Part, cached_tokens
 from flagcore_serving.model.vision import ImageWork, image_work
 from flagcore_serving.space.settings import TIERS
-
-
-def prompt_parts(requests: Traffic, prefix_len: int) -> list[list[Part]]:
-    """Return the parts of each prompt after the common prefix.
-
-    Prompts with the same part share the tokens up to its end. The list is empty if prompts share only the prefix.
-    """
-    if requests.blocks:
-        size = requests.block_len  # the last block of a prompt may be incomplete
-        return [
-            [(block, max(0, min(size, length - prefix_len - place * size))) for place, block in enumerate(blocks)]
-            for blocks, length in zip(requests.blocks, requests.input_len.tolist(), strict=True)
-        ]
-    if requests.follows is None:
-        return _text_parts(requests.texts, requests.input_len.tolist()) if requests.texts else []
-    parts = list[list[Part]]()
-    for index, (length, before) in enumerate(
-        zip(requests.input_len.tolist(), requests.continued.tolist(), strict=True)
-    ):
-        past = parts[before] if before >= 0 else []
-        parts.append([*past, (index, max(0, length - prefix_len - sum(size for _, size in past)))])
-    return parts
-
-
-def _text_parts(texts: Sequence[str], lengths: Sequence[int]) -> list[list[Part]]:
-    """Return the parts of each text. A text is divided where it diverges from another text with the same beginning."""
-    cuts: list[set[int]] = [{len(text)} for text in texts]
-    order = sorted(range(len(texts)), key=texts.__getitem__)
-    for direction in (order, order[::-1]):
-        shared = list[int]()  # lengths shared with earlier texts, in ascending order
-        for before, index in pairwise(direction):
-            common = _common(texts[before], texts[index])
-            shared = [*(each for each in shared if each < common), common]
-            cuts[index].update(shared)
-    parts = list[list[Part]]()
-    for text, length, cut_lengths in zip(texts, lengths, cuts, strict=True):
-        ends = sorted(cut_lengths - {0})
-        tokens = [round(length * end / len(text)) for end in ends]
-        sizes = np.diff([0, *tokens]).tolist()
-        parts.append([(hash(text[:end]), size) for end, size in zip(ends, sizes, strict=True)])
-    return parts
-
-
-def _common(left: str, right: str) -> int:
-    """Return the length of the common prefix of two texts, found by bisection."""
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if left.startswith(right[low:middle], low) else (low, middle - 1)
-    return low
-
-
-def prefix_lanes(prompts: Sequence[Sequence[Part]], lanes: int) -> IntArray:
-    """Return the lane (instance) to which a prefix-aware router sends each prompt, if all lanes are equally fast."""
-    prefixes, counts = Prefixes(lanes), np.zeros(lanes, dtype=np.int64)
-    lane_of = np.zeros(len(prompts), dtype=np.int64)
-    for index, parts in enumerate(prompts):
-        lane_of[index] = prefixes.choose([name for name, _ in parts], (counts - counts.min()).tolist())
-        counts[lane_of[index]] += 1
-    return lane_of
-
-
-def turn_order(task: IntArray, turn: IntArray, flight: int) -> IntArray:
-    """Return the order in which a closed loop sends the requests of conversations.
-
-    `flight` conversations run at once, and take turns: each sends its next request after the answer to the one before.
-    The next conversation starts where one has ended.
-    """
-    lengths, free = np.bincount(task), [(0, slot) for slot in range(max(flight, 1))]
-    starts = np.zeros((2, lengths.size), dtype=np.int64)
-    for number, length in enumerate(lengths.tolist()):
-        starts[:, number] = begin, slot = heappop(free)
-        heappush(free, (begin + length, slot))
-    return np.lexsort((starts[1, task], starts[0, task] + turn))
-
-
-MAX_REQUEST_TIMES = 20_000
-"""Maximum number of requests whose latencies are stored. Of more requests, an evenly spaced sample is stored."""
-
-OVERLOAD_GROWTH = 0.02
-"""An open loop is overloaded if its waits grow by more than this share of the time between two requests."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestTimes:
-    """Latencies of sampled requests in seconds, and totals over all requests.
-
-    - `tpot`: NaN for answers of one token.
-    - `gaps`: as in `SimulatedRun`.
-    - `sent`: the times at which requests were sent.
-    - `input_len`, `output_len`: mean numbers of tokens of all requests.
-    - `count`: the number of all requests.
-    - `seconds`: the time from the first to the last request.
-    """
-
-    ttft: FloatArray
-    e2e: FloatArray
-    tpot: FloatArray
-    gaps: list[tuple[float, int]]
-    sent: FloatArray
-    input_len: float
-    output_len: float
-    count: int
-    seconds: float
-
-    @classmethod
-    def from_outcome(cls, outcome: SimulatedRun) -> RequestTimes:
-        prompts, outputs, sent, first, end = (
-            np.fromiter(map(attrgetter(name), outcome.requests), np.float64, len(outcome.requests))
-            for name in ("prompt", "output", "arrival", "first", "end")
-        )
-        return cls(
-            ttft=first - sent,
-            e2e=end - sent,
-            tpot=np.divide(end - first, outputs - 1.0, out=np.full(sent.shape, np.nan), where=outputs > 1.0),
-            gaps=outcome.gaps,
-            sent=sent,
-            input_len=float(prompts.mean()),
-            output_len=float(outputs.mean()),
-            count=sent.size,
-            seconds=outcome.duration,
-        )
-
-    def endless(self, simulated: int, flight: int, first: int, last: int) -> RequestTimes:
-        """Return the request times in an endless load with `flight` requests in flight, `simulated` of them simulated.
-
-        The `first` and the `last` requests do not count unless there are few others. Rates follow from `flight` and the
-        mean duration (Little's law). The requests beyond `simulated` wait.
-        """
-        rows = slice(first, self.count - last) if self.count > 2 * simulated else slice(None)
-        ttft, e2e, tpot = self.ttft[rows], self.e2e[rows], self.tpot[rows]
-        seconds = float(e2e.sum()) / simulated
-        wait = (flight - simulated) * seconds / e2e.size
-        return replace(self, ttft=ttft + wait, e2e=e2e + wait, tpot=tpot, count=e2e.size, seconds=seconds)
-
-    def extrapolate(
-        self, input_len: IntArray, output_len: IntArray, simulated: int | None, flight: int, delay: float
-    ) -> RequestTimes:
-        """Return the request times of all requests with these lengths, of which only the first ones were simulated.
-
-        The other requests repeat the simulated ones, without those at both ends. In a closed loop with `flight`
-        requests in flight, the requests beyond `simulated` wait, and the first wave starts `delay` seconds later. If
-        `simulated` is None, the loop is open; if it is overloaded, each request waits longer than the one before.
-        """
-        count, sample, ends = input_len.size, self.count, simulated or 0
-        low, high = max(sample // 4, ends), sample - max(sample // 4, ends)
-        index = np.unique(np.linspace(0, count - 1, min(count, MAX_REQUEST_TIMES)).astype(np.int64))
-        source = np.where(index < low, index, low + index % (high - low))
-        if simulated is not None:
-            gap = float(self.e2e[low:high].mean()) / simulated  # mean time between two ends (Little's law)
-            wait = np.clip(np.minimum(index, flight) - simulated, 0, None) * gap + delay * (index < flight)
-            seconds = self.seconds + (count - sample) * gap + delay
-        else:
-            quarters = self.ttft[: 4 * (sample // 4)].reshape(4, -1).mean(axis=1)
-            interval = float(self.sent[-1]) / max(sample - 1, 1)
-            gap = float(quarters[3] - quarters[1]) / (sample // 2)
-            gap = gap if gap > OVERLOAD_GROWTH * interval else 0.0
-            wait = (index - source) * gap
-            seconds = self.seconds + (count - sample) * (interval + gap)
-        return replace(
-            self,
-            ttft=self.ttft[source] + wait,
-            e2e=self.e2e[source] + wait,
-            tpot=self.tpot[source],
-            input_len=float(input_len.mean()),
-            output_len=float(output_len.mean()),
-            count=count,
-            seconds=seconds,
-        )
-
-
-class LimitCheck:
-    """Detects that a simulation of `requests` is certain to exceed one of the `limits` of an SLO.
-
-    A percentile exceeds its limit once so many requests do that the lower of the values around it is one of theirs.
-    Means and limits on ITL are not checked.
-    """
-
-    def __init__(self, limits: Mapping[str, float], requests: Sequence[Request]) -> None:
-        self._coming, self._open = iter(requests), list[Request]()
-        self._next = next(self._coming, None)
-        self._limits, self._allowed = list[tuple[str, float]](), list[int]()
-        for figure, limit in limits.items():
-            name, _, percentile = figure.partition(".p")
-            if percentile and name != "itl_s":
-                self._limits.append((name, limit))
-                self._allowed.append(len(requests) - math.floor((len(requests) - 1) * float(percentile) / 100 - 1e-6))
-        self._slower = [0] * len(self._limits)
-
-    def is_exceeded(self, now: float) -> bool:
-        """Return whether the requests that have ended by `now` exceed a limit for certain."""
-        while self._next is not None and self._next.arrival <= now:
-            self._open.append(self._next)
-            self._next = next(self._coming, None)
-        ended, self._open = (
-            [each for each in self._open if (each.end >= 0.0) is has_ended] for has_ended in (True, False)
-        )
-        for place, (name, limit) in enumerate(self._limits):
-            self._slower[place] += sum(_latency(each, name) > limit for each in ended)
-        return any(slower >= allowed for slower, allowed in zip(self._slower, self._allowed, strict=True))
-
-
-def _latency(request: Request, name: str) -> float:
-    """Return the TTFT, the TPOT or the whole time of a request that has ended, in seconds. TPOT is 0 for one token."""
-    if name == "tpot_s":
-        return (request.end - request.first) / (request.output - 1.0) if request.output > 1 else 0.0
-    return (request.first if name == "ttft_s" else request.end) - request.arrival
-
 
 HIT_RATE = "cache_hit_rate"
 """The share of prompt tokens that were in the prefix cache."""
@@ -378,7 +168,8 @@ class SimulatedLoad:
     def _hits_of(self, price: Price, lanes: int) -> FloatArray:
         """Return how many prompt tokens of each request on a lane (one of `lanes`) each tier of its prefix cache has.
 
-        The shape is (tiers, requests). The first tier is the cache of the devices."""
+        The shape is (tiers, requests). The first tier is the cache of the devices, without the prefix that all requests
+        share. Unless a warm-up has sent it, the first request of each rank misses this prefix: it has fewer tokens."""
         rows, lane = self._rows(lanes), price.lane
         within = [np.zeros(rows.size)]
         reaches = (lane.retained, *(tier.reach for tier in lane.tiers)) if self.parts else ()
@@ -392,7 +183,10 @@ class SimulatedLoad:
                     prompts, reach, answers, whole=lane.whole_prompts, page=page, ahead=ahead
                 )
             within.append(self.hits[key] // lane.page * lane.page)
-        return np.diff(np.array(within), axis=0) if len(within) > 1 else np.array(within)
+        found = np.diff(np.array(within), axis=0) if len(within) > 1 else np.array(within)
+        if not self.load.warmup:
+            found[0, : int(lane.ranks)] -= lane.shared_prefix
+        return found
 
     def _rows(self, lanes: int) -> IntArray:
         """Return the indices of the requests on one of `lanes` equal lanes. A prefix-aware router divides requests
@@ -443,7 +237,9 @@ class SimulatedLoad:
     def at(self, value: float) -> SimulatedLoad:
         """Return the load at another request rate or, if it has none, with another number of clients."""
         if self.load.request_rate is None or self.arrivals is None:
-            return replace(self, load=replace(self.load, concurrency=int(value)))
+            load = replace(self.load, concurrency=int(value))
+            is_endless = load.num_prompts is None and load.trace is None
+            return _drawn(load, self.vision, prefix_aware=self.prefix_aware) if is_endless else replace(self, load=load)
         load = self.load.at("request_rate", value)
         if load.num_prompts != self.load.num_prompts:
             load = replace(load, least_s=0.0, num_prompts=min(load.num_prompts or 0, MAX_SEARCHED))
@@ -521,7 +317,8 @@ class SimulatedLoad:
             inputs, outputs = (np.full_like(inputs, length) for length in self.equal)
         count, simulated, is_closed = inputs.size, flight, arrivals is None or not arrivals[-1]
         if count > MAX_REQUESTS:
-            slots = min(price.lane.running, price.lane.cache_tokens / max(float(inputs.mean()), 1.0))
+            size = max(float(inputs.mean()) + price.lane.fixed, 1.0)
+            slots = min(price.lane.running, price.lane.cache_tokens / size)
             simulated = int(min(flight, math.ceil(2 * slots) + MIN_WAITING)) if is_closed else flight
             count = min(count, max(MAX_REQUESTS, 3 * simulated if is_closed else 0))
         lengths = list(zip(inputs[:count].tolist(), outputs[:count].tolist(), strict=True))
@@ -533,11 +330,14 @@ class SimulatedLoad:
             think_s = self.think_s * later  # first turns have no think time
             found, loads = hits.sum(axis=0).tolist(), self._loads(price, hits).tolist()
             adapters = self._adapters(price, rows[:count])
-            simulation = Simulation(price, lengths, arrival_times, simulated, found, think_s, images, loads, adapters)
+            simulates = price.simulation or Simulation
+            simulation = simulates(price, lengths, arrival_times, simulated, found, think_s, images, loads, adapters)
         else:
             simulation = Disaggregated(price, prefill, lengths, arrival_times, simulated, images)
         is_whole = arrival_times is not None and count == inputs.size
-        outcome = simulation.run(LimitCheck(limits, simulation.requests).is_exceeded if limits and is_whole else None)
+        outcome = simulation.run(
+            SimulationCheck(limits, simulation.requests).has_failed if limits and is_whole else None
+        )
         if outcome.is_stopped:
             return None
         times = RequestTimes.from_outcome(outcome)
@@ -567,39 +367,3 @@ def _endless(load: Load) -> tuple[Load, tuple[int, int] | None]:
 
 _drawn = lru_cache(maxsize=256)(SimulatedLoad.draw)
 """The searches of several candidates share their loads."""
-
-
-def figures_of(times: RequestTimes, lanes: float, slo: Mapping[str, float]) -> dict[str, float]:
-    """Return rates and statistics of latencies by name, as `flagcore_serving.load.figures` defines them."""
-    rate = lanes * times.count / max(times.seconds, 1e-9)
-    has_tpot, widest = ~np.isnan(times.tpot), widest_limits(slo)
-    by_request = {"ttft_s": times.ttft, "tpot_s": np.nan_to_num(times.tpot), "e2e_s": times.e2e}
-    good_share = np.all([by_request[name] <= widest[name] for name in by_request.keys() & widest], axis=0).mean()
-    figures = {
-        "output_tokens_per_s": times.output_len * rate,
-        "total_tokens_per_s": (times.input_len + times.output_len) * rate,
-        "requests_per_s": rate,
-        "goodput_requests_per_s": float(good_share) * rate,
-    }
-    for name, values, weights in (
-        ("ttft_s", times.ttft, None),
-        ("tpot_s", times.tpot[has_tpot], None),
-        ("itl_s", np.array([gap for gap, _ in times.gaps]), np.array([float(count) for _, count in times.gaps])),
-        ("e2e_s", times.e2e, None),
-    ):
-        figures |= {f"{name}.{statistic}": value for statistic, value in _statistics(values, weights).items()}
-    return figures
-
-
-def _statistics(values: FloatArray, weights: FloatArray | None) -> dict[str, float]:
-    """Return mean and percentiles. All are 0 if there are no values, such as for the ITL of one-token answers."""
-    if not values.size:
-        return dict.fromkeys(STATISTICS, 0.0)
-    if weights is None:
-        return statistics_of(values)
-    order = np.argsort(values)
-    cumulative = np.cumsum(weights[order])
-    shares = np.array(PERCENTILES) / 100.0
-    indices = np.minimum(np.searchsorted(cumulative, shares * cumulative[-1]), values.size - 1)
-    mean = (values * weights).sum() / weights.sum()
-    return dict(zip(STATISTICS, map(float, (mean, *values[order][indices])), strict=True))

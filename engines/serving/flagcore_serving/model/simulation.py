@@ -3,174 +3,18 @@
 Between two events (an arrival, an end, a full cache) only the context grows, so the simulation computes all decoding
 iterations between them in one step: its run time depends on the number of requests, not of tokens. The simulation is
 deterministic. Sources: the schedulers of vLLM (Kwon et al. 2023, arXiv 2309.06180; v1 `core/sched/scheduler.py`) and
-SGLang (`managers/scheduler.py`). `Price` uses plain Python numbers, because the simulation calls it millions of times.
+SGLang (`managers/scheduler.py`).
 """
 
-from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count, islice
 from math import ceil, inf
 
-from flagcore_serving.model.iteration import NODES, IterationCosts
-from flagcore_serving.model.tiers import Tier
-from flagcore_serving.model.vision import Encoders, ImageWork
-from flagcore_serving.model.work import Overheads
-
-GRID: list[float] = NODES.tolist()
-LAST = len(GRID) - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
-    """Limits of one lane of one candidate. A lane is one instance with its share of the load.
-
-    - `budget`, `running`: maximum tokens and sequences in an iteration, in total over all ranks.
-    - `cache_tokens`: the capacity of the cache in tokens, in total over all ranks.
-    - `block`: tokens of one block of the cache.
-    - `ranks`: the number of attention DP ranks.
-    - `stages`: the number of pipeline stages. Each stage works on another batch and waits for the slowest stage, so an
-      iteration is the time in which each sequence gets one token.
-    - `shared_prefix`: the first tokens of each prompt, which are always cached.
-    - `retained`: tokens of other prompts that the prefix cache of the devices can hold, in blocks of `page` tokens.
-    - `tiers`: the tiers of the prefix cache behind the devices.
-    - `whole_prompts`: as in `Overheads`.
-    - `adapters`: adapters that one iteration can use; 0: all. `swap_s`: seconds to load another one into a slot.
-    - `mixes`: whether iterations combine prompts and decoding.
-    - `drafted`, `gain`: tokens that speculation drafts per sequence, and tokens that a sequence gets, in an iteration
-      that only decodes.
-    - `ahead`: batches that the scheduler plans ahead while the one before is computed (asynchronous scheduling).
-    """
-
-    budget: float
-    running: float
-    cache_tokens: float
-    block: float = 16.0
-    ranks: float = 1.0
-    stages: float = 1.0
-    shared_prefix: float = 0.0
-    retained: float = 0.0
-    page: float = 1.0
-    tiers: tuple[Tier, ...] = ()
-    whole_prompts: bool = False
-    adapters: float = 0.0
-    swap_s: float = 0.0
-    mixes: bool = True
-    drafted: float = 0.0
-    gain: float = 1.0
-    ahead: float = 0.0
-
-
-class Price:
-    """The iteration times of one candidate on its lane, with the engine's overheads.
-
-    `row`: the row of the candidate in `costs`. `encoding`: a function that returns the seconds of the vision tower for
-    the images of each request. `encoders`: the instances that encode them instead.
-    """
-
-    def __init__(
-        self,
-        costs: IterationCosts,
-        row: int,
-        lane: Lane,
-        overheads: Overheads,
-        encoding: Callable[[Sequence[ImageWork]], list[float]] = lambda images: [],
-        encoders: Encoders | None = None,
-    ) -> None:
-        self.encoding, self.encoders = encoding, encoders
-        slowed = overheads.slowed(float(costs.crowding[row]))
-        self.lane = lane
-        self.overheads = replace(slowed, entry=slowed.entry / (lane.ranks if slowed.own_front_ends else 1.0))
-        self.pair, self._drafted = float(costs.pair[row]), lane.drafted
-        self._cached = float(costs.cached[row] + lane.drafted * costs.draft_cached[row])
-        self._stages, self._ranks, self._parts = lane.stages, lane.ranks, lane.ranks * lane.stages
-        self._even, self._gain, self._mixes = lane.budget / self._parts, lane.gain, slowed.mixes
-        self._local, self._shared = costs.local[row].tolist(), costs.shared[row].tolist()
-        self._sampled = costs.sampled[row].tolist()
-        self._drafts, self._draft_heads = costs.drafts[row].tolist(), costs.draft_heads[row].tolist()
-        self._prompts = (costs.shared[row] + costs.summed[row]).tolist()
-        self._fixed, self._sequence = float(costs.fixed[row]), float(costs.sequence[row])
-        self._floor, self._captured = float(costs.floor[row]), float(costs.captured[row])
-        self._decode_floor, self._mixed_floor = float(costs.decode_floor[row]), float(costs.mixed_floor[row])
-        self._decode: dict[int, float] = {}
-
-    def cached(self, sequences: int) -> float:
-        """Return the seconds to read one cached token for `sequences` sequences spread evenly over ranks and stages."""
-        return self._cached / (min(self._parts, max(sequences, 1)) * self._gain)
-
-    def decode(self, sequences: int) -> float:
-        """Return the seconds in which each of `sequences` sequences gets a token, without reading their context."""
-        seconds = self._decode.get(sequences)
-        if seconds is None:
-            batch = sequences * (1.0 + self.lane.drafted) / self.lane.stages
-            per_rank = batch / self.lane.ranks
-            seconds = (
-                _interpolate(self._local, per_rank)
-                + _interpolate(self._sampled, per_rank)
-                + _interpolate(self._shared, batch)
-            )
-            seconds = max(seconds, self._floor if per_rank > self._captured else self._decode_floor)
-            if self._drafted:
-                rows = sequences / self._parts
-                seconds += self._drafted * (_interpolate(self._drafts, rows) + _interpolate(self._draft_heads, rows))
-            seconds = (seconds + (self._fixed + self._sequence * sequences / self.lane.ranks)) / self.lane.gain
-            self._decode[sequences] = seconds
-        return seconds
-
-    def mixed(
-        self, sequences: int, tokens: float, longest: float, pairs: float, ended: int, encode: float = 0.0
-    ) -> float:
-        """Return the time of an iteration with `tokens` prompt tokens and `sequences` decoding sequences, in seconds.
-
-        The time to read the context of the sequences is not included.
-
-        - `longest`: tokens of the longest prompt chunk.
-        - `pairs`: the number of query-key pairs.
-        - `ended`: the number of prompts that this iteration completes.
-        - `encode`: seconds that the vision tower takes for the images of the prompts.
-
-        The time depends on the slowest rank or stage. It is assumed to compute an even share of the tokens, or the
-        longest chunk if that is more. Pieces of one prompt are in several stages at the same time.
-        """
-        stages, ranks = self._stages, self._parts
-        if longest > self._even:
-            longest = max(self._even, longest / stages)
-        per_rank, batch = max(tokens / ranks, longest), sequences / stages + max(tokens / stages, longest)
-        time = _interpolate(self._local, sequences / ranks + per_rank) + self.pair * pairs * (per_rank / tokens)
-        time += _interpolate(self._prompts, batch) + _interpolate(self._sampled, (sequences + ended) / ranks)
-        is_eager = batch / self._ranks > self._captured or not self._mixes
-        time += _interpolate(self._drafts, per_rank) if self._drafted else 0.0
-        time = max(time, self._floor if is_eager else self._mixed_floor)
-        return time + encode * (per_rank / tokens) + self._fixed + self._sequence * sequences / self._ranks
-
-    def pieces(self, sequences: int, tokens: float, pairs: float, count: int, prompts: float = 1.0) -> float:
-        """Return the time of `count` iterations in seconds, each of which computes `tokens` tokens of long prompts, one
-        on each of `prompts` attention DP ranks.
-
-        `sequences`: sequences that decode at the same time. `pairs`: query-key pairs of the first iteration; in each
-        further one, each prompt has the square of its tokens more.
-        """
-        piece = tokens / prompts
-        first, last = (
-            self.mixed(sequences, tokens, piece, pairs + each * prompts * piece**2, 0) for each in (0, count - 1)
-        )
-        growth = self.pair * piece**2
-        if count < 3 or growth <= 0.0:
-            return 0.5 * count * (first + last)
-        host_bound = max(0, ceil(count - 1 - (last - first) / growth - 1e-6))  # iterations that wait for the host
-        remaining = count - host_bound
-        return host_bound * first + remaining * last - growth * (remaining * (remaining - 1) / 2.0)
-
-
-def _interpolate(table: list[float], tokens: float) -> float:
-    if tokens <= 1.0:
-        return table[0] if tokens > 0.0 else 0.0
-    index = bisect_right(GRID, tokens, 1, LAST)
-    low, value = GRID[index - 1], table[index - 1]
-    return value + (tokens - low) / (GRID[index] - low) * (table[index] - value)
-
+from flagcore_serving.model.price import Price
+from flagcore_serving.model.request import Request, SimulatedRun
+from flagcore_serving.model.vision import ImageWork
 
 MIN_PIECES = 4
 """Minimum number of iterations that one prompt must fill for the simulation to compute them in one step. A choice."""
@@ -178,51 +22,6 @@ MIN_PIECES = 4
 
 CHECKED = 64
 """The number of events between two checks whether a simulation has failed. A choice."""
-
-
-@dataclass(slots=True)
-class Request:
-    """One request: lengths in tokens, and times in seconds.
-
-    - `hit`: tokens at the start of the prompt that the prefix cache has.
-    - `load`: seconds to load those of them that are not on the devices.
-    - `read`, `encode`: seconds that its images take in the front end and in the vision tower.
-    - `adapter`: the adapter that it uses; -1 if it needs no slot.
-    - `first`, `end`: times of the first and the last token; -1 if there is none yet.
-
-    The fields from `done` on are internal to the simulation.
-    """
-
-    arrival: float
-    prompt: int
-    output: int
-    hit: float = 0.0
-    load: float = 0.0
-    read: float = 0.0
-    encode: float = 0.0
-    adapter: int = -1
-    first: float = -1.0
-    end: float = -1.0
-    done: float = 0.0
-    made: int = 0
-    loaded: float = 0.0
-    since: int = 0
-    context: int = 0
-    ticket: int = 0
-
-
-@dataclass(slots=True)
-class SimulatedRun:
-    """The result of a simulation: the requests in order, and the gaps between tokens as (seconds, number of gaps).
-
-    `is_stopped`: whether it ended before all its requests.
-    """
-
-    requests: list[Request]
-    gaps: list[tuple[float, int]] = field(default_factory=list)
-    preemptions: int = 0
-    duration: float = 0.0
-    is_stopped: bool = False
 
 
 class Simulation:
@@ -263,7 +62,7 @@ class Simulation:
     ) -> None:
         self.think_s = think_s
         self.price, self.lane, self.overheads, self.open = price, price.lane, price.overheads, arrivals is not None
-        self.prefix, self.half_block = self.lane.shared_prefix, 0.5 * (self.lane.block - 1.0)
+        self.prefix, self.beside = self.lane.shared_prefix, 0.5 * (self.lane.block - 1.0) + self.lane.fixed
         times = arrivals if arrivals is not None else [0.0] * min(concurrency, len(lengths))
         self.requests = [
             Request(times[index] if index < len(times) else inf, int(prompt), max(int(output), 1))
@@ -394,8 +193,9 @@ class Simulation:
         return self.known
 
     def _cached_tokens(self, request: Request) -> float:
-        """Return how many tokens of the cache a request occupies, including the unused part of its last block."""
-        return request.prompt + request.made - self.prefix + self.half_block
+        """Return how many tokens of the cache a request occupies, including its states and the unused part of its last
+        block."""
+        return request.prompt + request.made - self.prefix + self.beside
 
     def _admit(self, ended: int) -> bool:
         """Admit the first request of the queue if a slot and enough cache are free; return whether it was admitted. If
@@ -405,14 +205,19 @@ class Simulation:
         (vLLM 0.33 `v1/core/sched/scheduler.py`: WAITING_FOR_REMOTE_KVS)."""
         lane = self.lane
         ended += len(self.ending)
-        while self.queue and self.running + len(self.partial) + len(self.loading) + ended < lane.running:
+        while self.queue:
+            taken = self.running + len(self.partial) + len(self.loading) + ended
+            if taken >= self.price.needed:
+                self.price.needed = taken + 1.0
+            if taken >= lane.running:
+                return False
             place = self._admissible() if lane.adapters else 0
             if place is None:
                 return False
             request = self.queue[place]
             cached = self._cached_tokens(request)
             future = request.output - request.made + self.promised + self.finish - self.running * self.step
-            required_tokens = cached + self.overheads.reserve * future
+            required_tokens = cached + lane.admits + self.overheads.reserve * future
             if self.used + self.held + required_tokens > lane.cache_tokens and (self.running or ended or self.loading):
                 return False
             del self.queue[place]
@@ -475,6 +280,10 @@ class Simulation:
             encode, request.encode = encode + request.encode, 0.0
             load, request.load = load + request.load, 0.0
             piece = min(budget, most, total - request.done)
+            if self.lane.chunk and request.done + piece < total:
+                piece -= (request.done + piece) % self.lane.chunk
+                if piece <= 0:
+                    break
             pairs += piece * (request.done + 0.5 * piece)
             request.done += piece
             tokens, budget, longest = tokens + piece, budget - piece, max(longest, piece)
@@ -506,6 +315,7 @@ class Simulation:
         iterations.
         """
         ranks = self.lane.ranks
+        budget -= budget % (self.lane.chunk * ranks) if self.lane.chunk else 0.0
         if budget <= 0.0 or len(self.partial) < ranks:
             return False
         requests, piece = list(islice(self.partial, ceil(ranks))), budget / ranks

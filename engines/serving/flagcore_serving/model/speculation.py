@@ -13,7 +13,7 @@ import numpy as np
 from flagcore_models.layers import attention_of, dense_of, depth_layer
 
 from flagcore.domain.model import Layer
-from flagcore.domain.space import BoolArray, FloatArray
+from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore_serving.job import SCHEMES, Load, Rates
 from flagcore_serving.model.work import AdaptedRequests, Serving
 from flagcore_serving.space.settings import Settings
@@ -64,11 +64,12 @@ def drafts(serving: Serving, settings: Settings) -> Iterator[Draft]:
             yield Draft(rows, draft, own_tables)
 
 
-def rates(load: Load, settings: Settings, row: int) -> Rates | None:
-    """Return the acceptance of a candidate's drafts: the known one, else the usual one, else None."""
-    scheme = SCHEMES[settings.scheme[row] - 1] if settings.scheme[row] else ""
-    usual = USUAL.get(scheme)
-    return load.accepted(scheme) or (None if usual is None else (usual,))
+def rates(load: Load, scheme: int) -> Rates | None:
+    """Return the acceptance of the drafts of a scheme, as in `Settings`: the known one, else the usual one, else
+    None."""
+    name = SCHEMES[scheme - 1] if scheme else ""
+    usual = USUAL.get(name)
+    return load.accepted(name) or (None if usual is None else (usual,))
 
 
 def tokens_per_iteration(rates: Rates, drafted: float) -> float:
@@ -80,6 +81,17 @@ def tokens_per_iteration(rates: Rates, drafted: float) -> float:
         ratio, rate = after / rate if rate else 0.0, after
         tokens += rate
     return tokens
+
+
+def gains(load: Load, settings: Settings, rows: IntArray) -> tuple[FloatArray, FloatArray]:
+    """Return the tokens that each row drafts, 0 if their acceptance is unknown, and its `tokens_per_iteration`."""
+    drafts, found = list(zip(settings.scheme[rows].tolist(), settings.drafted[rows].tolist(), strict=True)), {}
+    for scheme, drafted in set(drafts):
+        accepted = rates(load, scheme)
+        number = 0.0 if accepted is None else float(drafted)
+        found[scheme, drafted] = number, tokens_per_iteration(accepted or (), number)
+    table = np.array([found[each] for each in drafts]).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
 
 
 def uncertainty(loads: Sequence[Load], settings: Settings) -> FloatArray:

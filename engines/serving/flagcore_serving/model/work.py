@@ -21,7 +21,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.physics.roofline import BYTES
 from flagcore_serving.job import Load
-from flagcore_serving.space.weights import ATTENTION
+from flagcore_serving.space.weights import ATTENTION, EXPERTS
 
 TOKENIZER = 1.25e-6
 """Seconds per token that a tokenizer takes: 50 ms for 40,000 tokens (TensorRT-LLM pull request 13377). Engines tokenize
@@ -220,6 +220,7 @@ class Serving:
 
     - `precision`: the format in which the weights are multiplied.
     - `weight_bytes`: bytes per stored weight if the weights are stored in another format; None if they are not.
+    - `routed`: the same two of the routed experts, if they have another format.
     - `wide`: the parts of the model that are stored in 16 bits (see `Quantization`).
     - `link_domain`: number of consecutive devices that are connected without the network.
     - `host_rate`: bytes per second from the memory of the host to a device.
@@ -234,6 +235,7 @@ class Serving:
     precision: str
     overheads: Overheads
     weight_bytes: float | None = None
+    routed: tuple[str, float | None] | None = None
     wide: frozenset[str] = frozenset()
     link_domain: int = 8
     host_rate: float = HOST_RATE
@@ -266,12 +268,22 @@ class Serving:
         """The number of layers with experts."""
         return sum(number for each, number in network_counts(self.model).items() if isinstance(each, Experts))
 
+    def format_of(self, group: str) -> tuple[str, float | None]:
+        """Return the format in which weights of a group (see `Product`) are multiplied, and the bytes of a stored one.
+
+        The bytes are None if the weights are stored in this format.
+        """
+        if group == EXPERTS and self.routed is not None:
+            return self.routed
+        precision = self.precision if group else self.wide_precision
+        return self.attention_precision if group == ATTENTION else precision, self.weight_bytes
+
     def bytes_of(self, group: str) -> float:
         """Return the bytes of a weight of a group (see `Product`)."""
         if not group or group in self.wide:
             return 2.0
-        precision = self.attention_precision if group == ATTENTION else self.precision
-        return BYTES.get(precision, 2.0) if self.weight_bytes is None else self.weight_bytes
+        precision, stored = self.format_of(group)
+        return BYTES.get(precision, 2.0) if stored is None else stored
 
 
 UNFITTED = Overheads(iteration=0.0, sequence=0.0, request=0.0, attention=0.0, ffn=0.0)

@@ -1,6 +1,5 @@
 """The adapters (LoRA) of a serving job: their folders, and the slots and the rank that a server has for them."""
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +10,7 @@ from flagcore.domain.space import Columns, FloatArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 from flagcore.i18n import N_
+from flagcore.spec.plain_data import read_mapping
 from flagcore_serving.job import EngineArg, ServeSpec
 from flagcore_serving.load.traffic import ADAPTER
 from flagcore_serving.space.knobs import RANK, SLOTS
@@ -88,8 +88,8 @@ def adapter_merges(task: Task, others: Mapping[str, EngineArg]) -> tuple[Merge, 
 
 def rank_of(folder: str) -> int:
     """Return the rank of the adapter in a folder, or 0 if its file cannot be read."""
-    with suppress(OSError, ValueError, AttributeError):
-        rank = json.loads(Path(folder, CONFIG).read_text("utf-8")).get("r")
+    with suppress(SpecError):
+        rank = read_mapping(Path(folder, CONFIG), file=CONFIG).get("r")
         return max(rank, 0) if isinstance(rank, int) else 0
     return 0
 

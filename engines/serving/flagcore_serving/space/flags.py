@@ -5,13 +5,13 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from decimal import Decimal
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flagcore_importers.programs import strip_dashes
 
+from flagcore.i18n import closest
 from flagcore_serving.job import EngineArg
 
 LENGTHS = (
@@ -54,11 +54,11 @@ def forms(name: str) -> set[str]:
     return {name, name.split(".")[0], name.removeprefix("no-").split(".")[0]}
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def similar(name: str, flags: frozenset[str]) -> str:
     """Return the one of `flags` that `name` abbreviates, or else the most similar one; empty if there is none."""
     longer = [flag for flag in flags if len(name) > 3 and flag.startswith(name)]
-    return next(iter(longer if len(longer) == 1 else get_close_matches(name, sorted(flags), n=1, cutoff=0.85)), "")
+    return longer[0] if len(longer) == 1 else closest(name, sorted(flags), cutoff=0.85)
 
 
 _LITERAL_PATTERN = re.compile(r"""["'](--?[A-Za-z][\w-]*)["']""")

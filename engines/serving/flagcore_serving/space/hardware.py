@@ -13,7 +13,7 @@ from flagcore.domain.model import Vision
 from flagcore.domain.space import IntArray, KnobValue
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from flagcore_serving.job import OPEN_LOOP_FLIGHT, Load
+from flagcore_serving.job import MAX_CLIENTS, OPEN_LOOP_FLIGHT, Load
 from flagcore_serving.load.images import DELIMITERS, image_tokens
 from flagcore_serving.load.traces import trace_of
 
@@ -136,8 +136,16 @@ def most_images(loads: tuple[Load, ...]) -> int:
 
 
 def max_in_flight(loads: tuple[Load, ...]) -> int:
-    """Return the maximum number of requests in flight: the concurrency of a load, or all requests of an open loop."""
-    return max((load.concurrency or load.num_prompts or OPEN_LOOP_FLIGHT for load in loads), default=1)
+    """Return the maximum number of requests in flight: the concurrency of a load, or all requests of an open loop.
+
+    A search for the highest number of clients may reach any: it is assumed to reach SEARCHED_FLIGHT.
+    """
+    flights = (load.concurrency or load.num_prompts or OPEN_LOOP_FLIGHT for load in loads)
+    return max((SEARCHED_FLIGHT if each == MAX_CLIENTS else each for each in flights), default=1)
+
+
+SEARCHED_FLIGHT = 512
+"""The requests in flight for which the values of knobs are chosen in a search for the most clients. A choice."""
 
 
 INSTANCES = "instances"

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
@@ -19,6 +18,7 @@ from flagcore.domain.knob import Flag, Knob, in_versions
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import NoDevice, SpecError, join_errors
+from flagcore.i18n import closest
 from flagcore.spec.plain_data import SafeLoader, package_yaml
 from flagcore_serving.job import SCHEMES, EngineArg
 from flagcore_serving.space import knobs
@@ -84,6 +84,7 @@ class Program:
     - `defaults`: the engine's own values of knobs that are not set.
     - `schemes`: the scheme of speculation (job.SCHEMES) of words of its knob. `draft_flag`: the flag of a draft model.
     - `forbidden`: combinations of values that the engine rejects, by name of the rule (see `rules.forbidden`).
+    - `by_knob`, `by_flag`: knobs by name, and by the names of their flags. `known`: the flags of all known releases.
     """
 
     title: str
@@ -129,6 +130,17 @@ class Program:
     schemes: Mapping[str, str] = field(default_factory=dict)
     draft_flag: str = ""
     forbidden: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    by_knob: dict[str, Knob] = field(default_factory=dict, init=False)
+    by_flag: dict[str, list[tuple[Knob, Flag]]] = field(default_factory=dict, init=False)
+    known: set[str] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self.known.update(self.flags, *self.removed.values())
+        for knob in self.knobs:
+            self.by_knob[knob.name] = knob
+            for flag in knob.flags:
+                for name in {strip_dashes(flag.name), strip_dashes(flag.off)}:
+                    self.by_flag.setdefault(name, []).append((knob, flag))
 
     @classmethod
     def read(cls: type[P], package: str, autos: Mapping[str, Auto] | None = None) -> P:
@@ -260,11 +272,9 @@ class Program:
         The flag is None if the knob's name matches. Both are None if nothing matches. `version`: the release, which
         matters for a flag that sets different knobs in different releases.
         """
-        for knob in self.knobs:
-            if knob.name == name.replace("-", "_"):
-                return knob, None
-        matches = ((knob, flag) for knob in self.knobs for flag in knob.flags)
-        same_name = [pair for pair in matches if name in (strip_dashes(pair[1].name), strip_dashes(pair[1].off))]
+        if own := self.by_knob.get(name.replace("-", "_")):
+            return own, None
+        same_name = self.by_flag.get(name, ())
         return next(
             (pair for pair in same_name if pair[0].is_available(version) and in_versions(pair[1].versions, version)),
             (*same_name, (None, None))[0],
@@ -291,18 +301,19 @@ class Program:
         `installed_flags`: as in `check`. They have priority over the known flags. A release that is newer than the
         known ones may have more flags than these.
         """
-        if forms(name) & set(installed_flags):
+        is_known = self.knows_flag(name)
+        if not forms(name).isdisjoint(installed_flags):
             return None
-        if found := self._removal(name, version, is_installed=bool(installed_flags)):
+        if is_known and (found := self._removal(name, version, is_installed=bool(installed_flags))):
             return found
         alias = name.replace("-", "_")
         known = (knob for knob in self.knobs if alias in knob.aliases)
         named = next((strip_dashes(knob.flags[0].name) if knob.flags else knob.name for knob in known), "")
         if installed_flags:
-            close = named or next(iter(get_close_matches(name, sorted(installed_flags), n=1)), "")
+            close = named or closest(name, sorted(installed_flags))
             problem = f"is not a flag of the installed {self.title}"
             return FlagProblem(problem, f"did you mean {close}?" if close else "remove it")
-        is_unknown = bool(self.flags) and in_versions(self.releases, version) and not self.knows_flag(name)
+        is_unknown = bool(self.flags) and not is_known and in_versions(self.releases, version)
         close = (named or similar(name, self.flags)) if is_unknown else ""
         return FlagProblem(f"is not a flag of {self.title}", f"did you mean {close}?") if close else None
 
@@ -324,13 +335,13 @@ class Program:
 
     def knows_flag(self, name: str) -> bool:
         """Return whether a known release has a flag, which may be negated or have a key after a dot."""
-        return bool(forms(name) & {*self.flags, *chain.from_iterable(self.removed.values())})
+        return bool(forms(name) & self.known)
 
     def unabbreviated(self, name: str, version: str) -> str:
         """Return the long flag of which `name` is the unique start, if the engine accepts such starts; else `name`."""
         if not self.abbreviations or self.knows_flag(name) or not in_versions(self.releases, version):
             return name
-        longer = [each for each in {*self.flags, *chain.from_iterable(self.removed.values())} if each.startswith(name)]
+        longer = [each for each in self.known if each.startswith(name)]
         flags = (knob.flags if (knob := self.knob_of(each)[0]) else () for each in longer)
         meant = {strip_dashes(own[0].name) if own else each for each, own in zip(longer, flags, strict=True)}
         return meant.pop() if len(meant) == 1 else name

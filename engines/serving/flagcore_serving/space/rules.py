@@ -336,14 +336,14 @@ def exchange_merge(task: Task, program: Program) -> tuple[Merge, ...]:
     return (Merge(name="exchange_between_hosts", knobs=knobs, canonical=published),)
 
 
-def context_rules(task: Task) -> tuple[Rule, ...]:
+def context_rules(task: Task, *, scales_yarn: bool = True) -> tuple[Rule, ...]:
     """Return the rules for the context length.
 
     The context must hold the longest request, because engines silently truncate longer answers, and must not exceed the
-    context of the model. Raises SpecError if a request exceeds the context of the model.
+    context of the model (`scales_yarn`: see `context_of`). Raises SpecError if a request exceeds it.
     """
     check_images(task)
-    loads, limit = task.spec.serve.loads, context_limit(task.spec)
+    loads, limit = task.spec.serve.loads, context_limit(task.spec, scales_yarn=scales_yarn)
     longest_counted = longest_request(task, estimated=False)
     longest = max(longest_request(task), *(load.longest or 0 for load in loads if load.lengths), 0)
     fits = rule(

@@ -19,6 +19,8 @@ from flagcore_serving.space.program import Program
 TIERS = ("host", "disk", "store")
 """Tiers of the cache behind the devices, the fastest first: the host's memory, its disks, and a shared store."""
 
+GRAPH_BYTES = 12e6
+"""Bytes of captured graphs per layer, an estimate: start-up logs report 0.4 to 1 GiB for 32 to 80 layers."""
 GRAPH_TOKENS = 512
 """The largest batch, in tokens, that engines capture as a graph by default."""
 
@@ -56,7 +58,13 @@ class Settings:
     - `on_device`: share of the layers, with the output head as one layer, that are on devices instead of the host.
     - `host_s`: seconds that the host takes for an iteration; NaN if no knob determines them.
     - `ahead`: batches that the scheduler plans ahead while the one before is computed.
-    - `graph_bytes`: bytes of captured graphs on a device; NaN if they follow from the number of layers.
+    - `workspace_bytes`: bytes that an attention backend allocates on a device beside weights and cache.
+    - `block_bytes`: bytes of a block of a device's cache; 0 if the cache is not in blocks of all layers.
+    - `token_bytes`: bytes of a device's cache by which a sequence of the load grows with each token; NaN if they follow
+      from the layers alone. `sequence_bytes`: bytes that it has in addition, whatever its length.
+      `admission_bytes`: bytes that must also be free for its prompt to be admitted.
+    - `chunk_tokens`: tokens of which pieces of a prompt, but its last, are a multiple; 0 if they may be any number.
+    - `longest_bytes`: bytes that the engine counts for a sequence of `context_len` tokens; NaN likewise.
     - `least_cache`: bytes of the cache of a device without which the engine does not start.
     - `drafted`: tokens that speculation drafts per sequence and iteration.
     - `scheme`: how it drafts them: 1 + the index in SCHEMES, 0 if unknown or without speculation.
@@ -100,7 +108,13 @@ class Settings:
     memory_fraction: FloatArray
     cache_bytes: FloatArray
     cache_element_bytes: FloatArray
-    graph_bytes: FloatArray
+    workspace_bytes: FloatArray
+    block_bytes: FloatArray
+    token_bytes: FloatArray
+    sequence_bytes: FloatArray
+    admission_bytes: FloatArray
+    chunk_tokens: IntArray
+    longest_bytes: FloatArray
     least_cache: FloatArray
     offloaded: FloatArray
     experts_on_host: FloatArray
@@ -163,7 +177,7 @@ class Settings:
     def encoding(self, rows: BoolArray) -> Settings:
         """Return the settings of which the instances of some rows only encode: without a cache, graphs or adapters."""
         cache, share = np.where(rows, 0.0, self.cache_bytes), np.where(rows, np.nan, self.memory_fraction)
-        names = ("context_len", "graph_tokens", "least_cache", "offloaded", "adapter_slots", "drafted")
+        names = ("context_len", "graph_tokens", "least_cache", "longest_bytes", "offloaded", "adapter_slots", "drafted")
         none: dict[str, Any] = {name: np.where(rows, 0, getattr(self, name)) for name in names}
         return replace(self, encodes=rows, cache_bytes=cache, memory_fraction=share, **none)
 
@@ -195,12 +209,14 @@ class Settings:
 USUAL: Mapping[str, float] = {
     **dict.fromkeys(("block_size", "chunked"), 1),
     **dict.fromkeys(("graph_tokens", "drafted", "scheme", "copies"), 0),
-    **dict.fromkeys(("whole", "memory_fraction", "cache_bytes", "graph_bytes", "host_s", "direct"), math.nan),
+    **dict.fromkeys(("whole", "memory_fraction", "cache_bytes", "host_s", "direct"), math.nan),
+    **dict.fromkeys(("token_bytes", "longest_bytes"), math.nan),
+    **dict.fromkeys(("block_bytes", "sequence_bytes", "admission_bytes", "chunk_tokens"), 0.0),
     **dict.fromkeys(("least_cache", "offloaded", "experts_on_host", "state_share", "draft_host_s", "ahead"), 0.0),
     **dict.fromkeys(("state_slots", "on_device", "crowding"), 1.0),
     **dict.fromkeys(("mixed_chunks", "exchanges", "overlaps", "balanced", "quantized", "encodes"), False),
     **dict.fromkeys(("host_ratio", *(f"{tier}_cache" for tier in TIERS)), 0.0),
-    **dict.fromkeys(("adapter_slots", "adapter_rank", "adapters_on_host"), 0.0),
+    **dict.fromkeys(("workspace_bytes", "adapter_slots", "adapter_rank", "adapters_on_host"), 0.0),
     "pass_tokens": math.inf,
     "writes_through": True,
 }

@@ -1,13 +1,14 @@
 """Weight sizes, checks of a Hugging Face directory, and the minimum number of devices for a model."""
 
 import glob
-import json
 import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from flagcore_importers.programs import strip_dashes
@@ -23,6 +24,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, SpecError
 from flagcore.physics.roofline import BYTES
+from flagcore.spec.plain_data import read_mapping
 from flagcore_serving.space.hardware import Hardware
 
 WIDE_PRECISIONS = ("bf16", "fp16", "fp32")
@@ -86,20 +88,20 @@ _ALLOWED = ("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "SGLANG_ALLOW_OVERWRITE_LONGER_CONT
 """Environment variables that disable the engines' own check of the context."""
 
 
-def context_limit(spec: Spec) -> int | None:
+def context_limit(spec: Spec, *, scales_yarn: bool = True) -> int | None:
     """Return the maximum context length of the weights' model in tokens.
 
-    None if it is unknown, or if flags or environment variables may extend it. Source: `_get_and_verify_max_len` in
-    vLLM 0.32 `config/model.py`.
+    None if it is unknown, or if flags or environment variables may extend it. `scales_yarn`: see `context_of`. Source:
+    `_get_and_verify_max_len` in vLLM 0.32 `config/model.py`.
     """
     weights = spec.serve.weights
     names = {strip_dashes(key) for key in spec.serve.engine_args}
     if weights is None or names & set(_LONGER) or any(name in spec.envs for name in _ALLOWED):
         return None
-    return context_at(weights)
+    return context_at(weights, scales_yarn=scales_yarn)
 
 
-def context_at(weights: str) -> int | None:
+def context_at(weights: str, *, scales_yarn: bool = True) -> int | None:
     """Return the context length of the model at a path or with a public name in tokens, or None if it is unknown."""
     if os.path.isfile(weights) and not weights.endswith(".json"):
         try:
@@ -107,17 +109,14 @@ def context_at(weights: str) -> int | None:
         except FlagError:
             return None
     public = None if os.path.exists(weights) else find_public(weights)
-    return context_of(public[0] if public else _config(weights))
+    return context_of(public[0] if public else _config(weights), scales_yarn=scales_yarn)
 
 
 def _config(weights: str) -> dict[str, Any]:
     """Return the contents of a config.json, given its path or its directory. Empty if it cannot be read."""
-    try:
-        with open(weights if weights.endswith(".json") else os.path.join(weights, _CONFIG), encoding="utf-8") as file:
-            config = json.load(file)
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
+    with suppress(SpecError):
+        return read_mapping(Path(weights if weights.endswith(".json") else f"{weights}/{_CONFIG}"), file=_CONFIG)
+    return {}
 
 
 def _names_quantization(weights: str) -> bool:
@@ -165,18 +164,21 @@ class Quantization:
     - `block`: the columns or rows that share a scale, of which a shard must be a multiple; 1 if any shard loads.
     - `bytes`: bytes per quantized weight with its scales. None means those of its format.
     - `wide`: the parts of the model that are stored in 16 bits.
+    - `experts`: the format of the routed experts; empty if it is that of the others.
     """
 
     block: int = 1
     bytes: float | None = None
     wide: frozenset[str] = frozenset()
+    experts: str = ""
 
 
 def quantization(spec: Spec) -> Quantization | None:
     """Return how the weights of a spec are quantized, or None if they are not, or if that is unknown.
 
     Sources: the formats' `quantization_config`, and what vLLM 0.33 and SGLang 0.5.23 require of shards
-    (`validate_fp8_block_shape`, `check_marlin_supports_layer`).
+    (`validate_fp8_block_shape`, `check_marlin_supports_layer`). DeepSeek-V4 has `expert_dtype: fp4` for routed experts
+    of 4 bits with a scale per 32 weights beside FP8 (vLLM `models/deepseek_v4`).
     """
     weights = spec.serve.weights
     if weights is None or (os.path.isfile(weights) and not weights.endswith(".json")):
@@ -186,11 +188,14 @@ def quantization(spec: Spec) -> Quantization | None:
     if not (found := _settings_of(config)):
         return Quantization(block=_GROUP) if public and public[1] == "int4" else None
     sizes = _block_sizes(found)
-    is_int4 = format_of_weights(config) == "int4" and found.get("quant_method") != "mxfp4"
+    name = format_of_weights(config)
+    is_int4 = name == "int4" and found.get("quant_method") != "mxfp4"
+    has_fp4_experts = "fp4" in (config.get("expert_dtype"), found.get("expert_dtype"))
     return Quantization(
         block=max(sizes, default=1),
         bytes=0.5 + 2.0 / sizes[0] if is_int4 and sizes and sizes[0] != _GROUP else None,
         wide=_wide_parts(found, spec.model.num_layers // 2),
+        experts="mxfp4" if has_fp4_experts and name == spec.serve.precision else "",
     )
 
 
@@ -245,8 +250,10 @@ def weight_bytes(task: Task) -> float:
     width, stored = STORED_BYTES.get(precision, BYTES.get(precision, 2.0)), quantization(task.spec)
     wide = {"", *stored.wide} if stored else set()
     width = (stored and stored.bytes) or width
-    counts = weights_by_group(task.spec.model).items()
-    text = sum(number * (2.0 if group in wide else width) for group, number in counts)
+    widths = dict.fromkeys(wide, 2.0)
+    if stored and stored.experts:
+        widths[EXPERTS] = STORED_BYTES[stored.experts]
+    text = sum(number * widths.get(group, width) for group, number in weights_by_group(task.spec.model).items())
     return text + (2.0 * vision.weights if vision else 0.0)
 
 

@@ -24,6 +24,8 @@ from flagcore.domain.trial import TrialState
 from flagcore_serving.launch.reports import ServerReports
 from flagcore_serving.launch.server import TrialJob, log_name, read_job
 from flagcore_serving.load.routing import ENCODE
+from flagcore_serving.trial.answers import FILE as ANSWERS_FILE
+from flagcore_serving.trial.answers import LEAST_S, MOST, SHARE, ask
 from flagcore_serving.trial.failures import TrialFailure, log_text, report, wait_until_quiet
 from flagcore_serving.trial.loads import LoadRunner, counters
 from flagcore_serving.trial.servers import (
@@ -55,7 +57,8 @@ def main(arguments: list[str], age_s: float = 0.0) -> int:
         if len(arguments) != 1:
             raise ValueError("usage: python -m flagcore_serving.trial FOLDER")
         folder = Path(arguments[0])
-        (folder / METRICS).unlink(missing_ok=True)  # remove the metrics of an earlier run
+        for name in (METRICS, ANSWERS_FILE):  # of an earlier run
+            (folder / name).unlink(missing_ok=True)
         job = read_job(folder)
     except (OSError, ValueError) as error:
         return report(TrialFailure(TrialState.INVALID, str(error)))
@@ -83,7 +86,13 @@ def run(job: TrialJob, folder: Path, began: float | None = None) -> None:
     with running_servers(job, reports, folder, deadline) as servers:
         effective = _read_back(job, reports, servers)
         runner = LoadRunner(job, reports, servers, folder, deadline)
+        load_began = time.monotonic()
         points = runner.points()
+        ended = time.monotonic()
+        if job.answers and not runner.is_slow and not runner.prefill and ended + LEAST_S < deadline:
+            seconds = min(max(SHARE * (ended - load_began), LEAST_S), (deadline - ended) / (2.0 * MOST))
+            found = ask(runner.targets, runner.model, job.loads[0], job.vocab_size, seconds)
+            (folder / ANSWERS_FILE).write_text(json.dumps(found), encoding="utf-8")
         metrics = {
             "schema_version": 1,
             "effective": effective,

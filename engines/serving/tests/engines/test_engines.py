@@ -168,7 +168,12 @@ def test_knobs_reach_the_engine_in_its_spelling(engine: str, values: dict[str, A
         ("llamacpp", {}, "context_grain", {"context_len": 1000}),
         ("llamacpp", {}, "speculation_needs_a_draft", {"speculation": "draft-simple"}),
         ("llamacpp", {}, "no_prediction_layers", {"speculation": "draft-mtp"}),
-        ("llamacpp", {"engine_args": {"ctx_size": 1024}}, "slot_context", {"parallel": 8}),
+        (
+            "llamacpp",
+            {"engine_args": {"ctx_size": 1024}, "loads": (Load(input_len=256),)},
+            "slot_context",
+            {"parallel": 8},
+        ),
         ("llamacpp", {}, "split_mode", {"split_mode": "row"}),
         ("llamacpp", {}, "split_mode", {"split_mode": "layer", TP: 2}),
         ("llamacpp", {}, "split_mode", {"split_mode": "none", PP: 2}),

@@ -188,7 +188,9 @@ def test_the_states_of_a_hybrid_model_force_its_block_and_its_prefixes() -> None
     found = estimate("Qwen/Qwen3.5-35B-A3B", "H100-SXM", 4, space, engine_version="0.27.1", profile=profile)
     assert values(found, "enable_prefix_caching", "block_size") == {(True, None), (False, None)}
     rates = {each["objective"]["value"] for each in found.candidates}
-    assert max(rates) / min(rates) == pytest.approx(1.0)  # the prefix is shorter than a block of 528
+    assert max(rates) / min(rates) == pytest.approx(
+        1.0, rel=0.01
+    )  # pieces of prompts end at blocks; the prefix is shorter than a block of 528
 
 
 @pytest.mark.parametrize("release", ["0.27.1", "0.28.0"])
@@ -206,9 +208,10 @@ def test_graphs_of_attention_ranks_take_what_the_engine_reserves_for_them() -> N
     assert ("0.9",) not in values(found, "mem_fraction_static")
 
 
+@pytest.mark.costly
 def test_a_baseline_that_does_not_fit_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(V3))
-    found = estimate(str(tmp_path), "H20", 8)
+    found = estimate(str(tmp_path), "H20", 8, engine_args={"max-model-len": 163840})
     assert found.baseline["memory"]["fits"]
     assert "baseline" in found.unmet
 

@@ -20,7 +20,7 @@ from flagcore_vllm.engine import ENGINE as VLLM
 from engines.serving.tests.engines.tasks import serving
 from flagcore.contracts import ExportJob, Platform
 from flagcore.domain.chip import Device, Support
-from flagcore.domain.engine import EngineSupport, KubernetesResource
+from flagcore.domain.engine import DeviceResource, EngineSupport
 from flagcore.domain.launch import PORT, Launch, ServerGroups
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import ClusterSpec
@@ -254,7 +254,7 @@ def on_two_kinds(folder: Path) -> Platform:
         device_type="x",
         distributed_backend="y",
         visible_devices=(VISIBLE,),
-        kubernetes=KubernetesResource(name="some/device", source=SOURCE),
+        kubernetes=DeviceResource(name="some/device", source=SOURCE),
     )
     return dataclasses.replace(small_platform(task), support=support)
 
@@ -354,7 +354,7 @@ def test_kubernetes_starts_each_kind_with_names_that_the_router_has(tmp_path: Pa
 
 def test_kubernetes_has_a_prefix_aware_router_in_front_of_several_instances(tmp_path: Path) -> None:
     where = on_cards(tmp_path, prefix_aware=True)
-    support = dataclasses.replace(where.support, kubernetes=KubernetesResource(name="x.com/card", source=SOURCE))
+    support = dataclasses.replace(where.support, kubernetes=DeviceResource(name="x.com/card", source=SOURCE))
     where = dataclasses.replace(where, support=support)
     candidate = Candidate.of({**LLAMACPP.defaults(where.task), "instances": 2, "pipeline_model_parallel_size": 4})
     servers = of_kinds(LLAMACPP.servers(where, candidate, "x"))

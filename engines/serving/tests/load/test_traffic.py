@@ -14,7 +14,7 @@ import pytest
 from flagcore_serving.job import Load
 from flagcore_serving.load.traces import read_trace
 from flagcore_serving.load.traffic import Traffic, prompts, traffic, warm_up
-from flagcore_serving.model.simulated_load import prompt_parts
+from flagcore_serving.model.prompts import prompt_parts
 from flagcore_serving.records import read_record
 
 from tests.checks import given, refuses

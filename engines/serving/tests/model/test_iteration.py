@@ -9,9 +9,10 @@ from flagcore_models.catalogue import public_model
 from flagcore_models.layers import parameters
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_models.mixers.indexer import Indexer
+from flagcore_models.public import find_public
 from flagcore_serving.model.iteration import NODES, interpolate, iteration_costs
 from flagcore_serving.model.memory import ServingMemory, serving_memory, token_bytes, weight_bytes
-from flagcore_serving.model.simulation import Lane, Price
+from flagcore_serving.model.price import Lane, Price
 from flagcore_serving.model.work import Serving, SparseKernel, distinct_experts
 
 from engines.models.tests.examples import mixed
@@ -286,6 +287,15 @@ def test_experts_are_split_over_attention_ranks_too() -> None:
     one, four = weight_bytes(serving(EXPERTS), settings(data=[1.0, 4.0]))
     experts = 36 * 3 * 4096 * 768 * 128 * 2
     assert one - four == pytest.approx(0.75 * experts)
+
+
+def test_experts_may_have_a_format_of_their_own() -> None:
+    config, form = find_public("deepseek-ai/DeepSeek-V4-Flash") or ({}, None)
+    assert (form, config["expert_dtype"]) == ("fp8", "fp4")
+    assert "expert_dtype" not in (find_public("deepseek-ai/DeepSeek-V4-Flash-Base") or ({}, None))[0]
+    of = serving(EXPERTS, precision="fp8")
+    narrow, own = (weight_bytes(each, settings())[0] for each in (of, replace(of, routed=("bf16", 17 / 32))))
+    assert narrow - own == pytest.approx(36 * 3 * 4096 * 768 * 128 * (1.0 - 17 / 32))
 
 
 def test_narrow_weights_leave_tables_in_16_bits() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flagcore_models.layers import parameters
 from flagcore_serving.job import Load, ServeSpec
-from flagcore_serving.model import candidates, simulated_load
+from flagcore_serving.model import candidates, request_times, simulated_load
 from flagcore_serving.model.closed_loop import PARTS
 from flagcore_serving.model.predict import crowding
 from flagcore_serving.model.simulated_load import STEADY_RATIO
@@ -83,7 +83,7 @@ def test_every_figure_of_the_domain_is_predicted() -> None:
     found = predicted()
     names = {*RATES, *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS)}
     parts = {f"time.{part}" for part in PARTS}
-    assert set(found.figures) == names | parts | {"kv_cache_bytes", "kv_cache_tokens"}
+    assert set(found.figures) == names | parts | {"kv_cache_bytes", "kv_cache_tokens", "kv_cache_request_bytes"}
     assert all(np.isfinite(values).all() and (values >= 0).all() for values in found.figures.values())
     assert all((found.figures[name] > 0).all() for name in names)
     for name in LATENCIES:
@@ -198,7 +198,7 @@ def test_a_search_that_stops_simulations_finds_the_same_rates(monkeypatch: pytes
     found = list[dict[str, list[float]]]()
     for stops in (True, False):
         if not stops:
-            monkeypatch.setattr(simulated_load.LimitCheck, "is_exceeded", lambda *_: False)
+            monkeypatch.setattr(request_times.SimulationCheck, "has_failed", lambda *_: False)
         for slo in limits:
             candidates._known.clear()
             metrics = predicted(task(load, slo=slo, highest="request_rate"), **arguments).figures
@@ -366,6 +366,19 @@ def test_a_candidate_is_simulated_once_for_each_load(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(candidates, "_simulated", None)
     assert (figure(predicted(max_running=[32])), figure(again)) == (figure(again), figure(found)[1:])
     assert figure(predicted(task(replace(LOAD, seed=1)), max_running=[16])) == figure(loaded)
+
+
+def test_candidates_whose_limit_of_sequences_is_not_reached_share_a_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, slots = task(replace(LOAD, concurrency=None, request_rate=5.0)), [1, 64, 96, 128]
+    alone = list[float]()
+    for each in slots:
+        monkeypatch.setattr(candidates, "_known", {})
+        alone += figure(predicted(slow, max_running=[each], graph_tokens=np.zeros(1)), "ttft_s.p99")
+    monkeypatch.setattr(candidates, "_known", {})
+    found = predicted(slow, max_running=slots, graph_tokens=np.zeros(4))
+    assert len(candidates._known) == 2
+    assert figure(found, "ttft_s.p99") == alone
+    assert alone[0] > alone[1]
 
 
 def test_in_a_large_space_only_the_best_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,10 @@ from flagcore_serving.load.traffic import body, traffic
 from flagcore_serving.model.adapters import adapter_bytes
 from flagcore_serving.model.iteration import iteration_costs
 from flagcore_serving.model.memory import serving_memory
-from flagcore_serving.model.simulated_load import HIT_RATE, cached_tokens, prompt_parts, turn_order
-from flagcore_serving.model.simulation import Lane, Price, Simulation
+from flagcore_serving.model.price import Lane, Price
+from flagcore_serving.model.prompts import prompt_parts, turn_order
+from flagcore_serving.model.simulated_load import HIT_RATE, cached_tokens
+from flagcore_serving.model.simulation import Simulation
 from flagcore_serving.model.work import AdaptedRequests, Serving
 from flagcore_serving.space.adapters import check_adapters
 
@@ -206,6 +208,14 @@ def test_the_bytes_of_a_slot_are_those_of_its_matrices() -> None:
     layer = 3 * 64 + (64 + 32 + 32) + 64 + 64 + 2 * 64 + 2 * 128 + 128 + 64
     found = adapter_bytes(serving, settings(adapter_rank=[8.0], adapter_slots=[1.0]))
     assert found.tolist() == [2.0 * 8 * (2 * layer + 2 * (1000 + 64))]
+
+
+def test_the_first_request_of_a_shared_prefix_computes_it() -> None:
+    def mean_s(*, cached: bool = True, **arguments: int) -> float:
+        load = Load(input_len=16, prefix_len=8000, output_len=2, num_prompts=8, concurrency=1, **arguments)
+        return tasks.figures(planned("vllm", loads=(load,)), enable_prefix_caching=cached)["ttft_s.mean"]
+
+    assert mean_s() == pytest.approx((mean_s(cached=False) + 7.0 * mean_s(warmup=1)) / 8.0)
 
 
 @pytest.mark.parametrize(("slots", "swaps"), [(0.0, False), (1.0, False), (1.0, True), (2.0, False)])

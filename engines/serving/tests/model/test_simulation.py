@@ -12,8 +12,10 @@ from flagcore_serving.model import simulation
 from flagcore_serving.model.closed_loop import ClosedLoop, steady_state
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
 from flagcore_serving.model.iteration import IterationCosts
-from flagcore_serving.model.simulated_load import LimitCheck
-from flagcore_serving.model.simulation import Lane, Price, SimulatedRun, Simulation
+from flagcore_serving.model.price import Lane, Price
+from flagcore_serving.model.request import SimulatedRun
+from flagcore_serving.model.request_times import SimulationCheck
+from flagcore_serving.model.simulation import Simulation
 from flagcore_serving.model.work import UNFITTED
 
 from tests.product import serving_inputs
@@ -130,7 +132,7 @@ def test_parallel_chunks_of_a_long_prompt_take_as_long_as_sequential_ones(
     price = Price(costs, 0, lane, replace(OVER, mixes=mixes))
     lengths = [(50, 30), (20_000, 5), (300, 400), (9_000, 3)]
     at_once = Simulation(price, lengths, None, 3).run()
-    monkeypatch.setattr(simulation, "MIN_PIECES", 1e9)
+    monkeypatch.setattr(simulation, "MIN_PIECES", 10**9)
     for result, expected in zip(ends(at_once), ends(Simulation(price, lengths, None, 3).run()), strict=True):
         assert result == pytest.approx(expected, rel=1e-9)
 
@@ -223,6 +225,24 @@ def test_an_ended_request_keeps_its_slot_and_its_cache_for_an_iteration() -> Non
         token_s = (now[0].end - now[0].first) / 19
         assert now[0].end == pytest.approx(ahead[0].end)
         assert ahead[2].first - now[2].first == pytest.approx(token_s, rel=0.2)
+
+
+def test_a_prompt_waits_for_the_cache_that_it_needs_while_it_is_computed() -> None:
+    lane = replace(LANE, cache_tokens=250.0, block=1.0)
+    (_, now), (first, late) = (
+        Simulation(price_of(replace(lane, admits=each)), [(100, 5)] * 2, [0.0] * 2, 2).run().requests
+        for each in (0.0, 100.0)
+    )
+    assert now.first < first.end <= late.first
+
+
+def test_pieces_of_a_prompt_are_a_multiple_of_the_chunk() -> None:
+    """Of 500 tokens, 250 and 250 in two iterations, or 200, 200 and 100."""
+    two, three, same = (
+        Simulation(price_of(replace(LANE, budget=budget, chunk=chunk)), [(500, 1)], [0.0], 1).run().duration
+        for budget, chunk in ((250.0, 0.0), (250.0, 100.0), (200.0, 0.0))
+    )
+    assert two < three == pytest.approx(same)
 
 
 def test_a_shared_prefix_is_not_computed_again() -> None:
@@ -347,10 +367,10 @@ def test_a_simulation_stops_once_enough_requests_exceed_a_limit() -> None:
     waits = sorted(each.first - each.arrival for each in whole.requests)
     for limit, is_stopped in ((0.5 * waits[0], True), (waits[-1], False)):
         run = Simulation(price_of(), lengths, arrivals, 400)
-        found = run.run(LimitCheck({"ttft_s.p50": limit}, run.requests).is_exceeded)
+        found = run.run(SimulationCheck({"ttft_s.p50": limit}, run.requests).has_failed)
         assert found.is_stopped is is_stopped
-        ended = sum(each.end >= 0.0 for each in found.requests)
-        assert 200 < ended < 300 if is_stopped else ended == 400
+        started = sum(each.first >= 0.0 for each in found.requests)
+        assert 200 < started < 300 if is_stopped else started == 400
 
 
 def test_prompts_of_prefill_instances_are_divided_among_all_ranks() -> None:

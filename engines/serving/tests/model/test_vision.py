@@ -16,8 +16,10 @@ from flagcore_serving.load.images import Image
 from flagcore_serving.load.traffic import traffic
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
 from flagcore_serving.model.memory import serving_memory
-from flagcore_serving.model.simulated_load import HIT_RATE, SimulatedLoad, prompt_parts
-from flagcore_serving.model.simulation import Lane, Price, Simulation
+from flagcore_serving.model.price import Lane, Price
+from flagcore_serving.model.prompts import prompt_parts
+from flagcore_serving.model.simulated_load import HIT_RATE, SimulatedLoad
+from flagcore_serving.model.simulation import Simulation
 from flagcore_serving.model.tiers import cached_tokens
 from flagcore_serving.model.vision import EncoderCosts, ImageWork, encoder_costs, image_work
 from flagcore_serving.model.work import PIXEL, Serving

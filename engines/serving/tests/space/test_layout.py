@@ -174,11 +174,15 @@ def rope(tokens: int, **scaling: object) -> dict[str, Any]:
         (rope(163840, type="yarn", factor=40, original_max_position_embeddings=4096), 163840),
         ({"text_config": rope(8192)}, 8192),
         ({"model_type": "gemma3_text", **rope(131072, type="linear", factor=8.0)}, 131072),
+        ({"max_position_embeddings": 9, "rope_parameters": {"full": {"rope_type": "default"}}}, 9),
+        ({"max_position_embeddings": 9, "rope_parameters": {"full": {"rope_type": "linear", "factor": 8.0}}}, None),
         ({}, None),
     ],
 )
 def test_context_of_a_config_includes_its_rope_scaling(config: dict[str, Any], tokens: int | None) -> None:
     assert context_of(config) == tokens
+    is_scaled = config.get("rope_scaling") and config["rope_scaling"].get("rope_type") == "yarn"
+    assert context_of(config, scales_yarn=False) == (32768 if is_scaled else tokens)
 
 
 @pytest.mark.parametrize(

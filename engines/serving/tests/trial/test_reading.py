@@ -380,6 +380,7 @@ def run_on_hosts(platform: Platform, folder: Path, **values: int) -> Trial:
     return measure(running, platform, trial, trial_folder, None)
 
 
+@pytest.mark.costly
 @pytest.mark.slow
 def test_instances_on_two_hosts_answer_one_client(tmp_path: Path) -> None:
     done = run_on_hosts(on_hosts(tmp_path, "good"), tmp_path, instances=3, parallel=4)
@@ -398,6 +399,7 @@ def test_instances_on_two_hosts_answer_one_client(tmp_path: Path) -> None:
     assert all_gone(tmp_path)
 
 
+@pytest.mark.costly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("behaviour", "state", "reason"),

@@ -34,7 +34,11 @@ def platform(folder: Path, behaviour: str, *, seconds: float = 60.0, **arguments
     weights.touch()
     command: dict[str, Any] = {"command": (sys.executable, str(SERVER), behaviour), "directory": str(folder)}
     command["weights"] = str(weights)
-    command |= {"control": Control(max_time_per_task=seconds), "objective": "output_tokens_per_s", "loads": (LOAD,)}
+    command |= {
+        "control": Control(max_time_per_task=seconds, answers=None),
+        "objective": "output_tokens_per_s",
+        "loads": (LOAD,),
+    }
     task = serving("llamacpp", devices=2, on_cores=True, **{**command, **arguments})
     support = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
     return dataclasses.replace(small_platform(task), support=support)

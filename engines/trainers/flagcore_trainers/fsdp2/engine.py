@@ -10,24 +10,26 @@ from pathlib import Path
 import numpy as np
 from flagcore_importers.programs import unknown_release
 from flagcore_training.adapters import absent_targets, as_noted
-from flagcore_training.lengths import length_warnings
+from flagcore_training.lengths import cut_warnings, length_warnings
 
 from flagcore.contracts import Commands, Costs, Engine, Platform, Published
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Launch, Start
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Candidate, Columns, KnobValue, Merge, Rule
+from flagcore.domain.space import Axis, Candidate, Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.domain.trial import Measurement
 from flagcore.errors import LaunchError, SpecError
 from flagcore.i18n import _
 from flagcore_trainers import fully_shard as fs
+from flagcore_trainers.framework import fixed, kept_framework, launch, loss_warnings, reading
 from flagcore_trainers.fsdp2 import space
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard.memory import of_rank
+from flagcore_trainers.fully_shard.traffic import FRAMEWORK, TRIAL
 from flagcore_trainers.importing import Imported
 from flagcore_trainers.meaning import WholeModel
-from flagcore_trainers.recipes import framework_of, spec_of
+from flagcore_trainers.recipes import framework_of, on_fsdp, spec_of
 
 RELEASES = ">=2.8"
 """The releases of torch whose memory and time are predicted, as a PEP 440 specifier."""
@@ -52,7 +54,10 @@ class OnlyPlans(WholeModel):
 
 
 class Fsdp2(Engine):
-    """Training with FSDP2 in any program, which is predicted and not run."""
+    """Training with FSDP2 in any program, which is predicted and not run.
+
+    The real job is only that of a framework's command.
+    """
 
     trains_depths = False
 
@@ -63,11 +68,30 @@ class Fsdp2(Engine):
     plans = OnlyPlans()
     commands = FrameworkCommands()
 
+    def axes(self, task: Task) -> tuple[Axis, ...]:
+        """Return the axes of the space. Unless it lists others, a framework's command has only what it can set."""
+        found = dict[str, Sequence[KnobValue]]()
+        if kept_framework(task.spec):
+            found |= fixed(reading(task.spec), self.knobs, self._own_values(task))
+        found = {name: values for name, values in found.items() if task.spec.space.get(name, AUTO) == AUTO}
+        knobs = [knob for knob in self.knobs if knob.searchable]
+        return tuple(knob.axis(found.get(knob.name) or task.listed_values(knob, AUTO)) for knob in knobs)
+
+    def _own_values(self, task: Task) -> dict[str, KnobValue]:
+        """Return the values of a framework's command, which a spec keeps for the real job."""
+        values = {knob.name: knob.neutral for knob in self.knobs}
+        if kept_framework(task.spec) is None:
+            return values
+        read = reading(task.spec)
+        replicas = task.cluster.devices // math.prod(map(read.size, (fs.TP, fs.PP, fs.CP)))
+        return {**values, **on_fsdp(read, max(replicas, 1))[1]}
+
     def merges(self, task: Task) -> tuple[Merge, ...]:
         return space.merges(task)
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
-        return prediction.predict(task, columns, costs)
+        waits = kept_framework(task.spec) and not reading(task.spec).is_on("synchronizes")
+        return prediction.predict(task, columns, costs, FRAMEWORK if waits else TRIAL)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         self._check_command(task.spec)
@@ -76,7 +100,7 @@ class Fsdp2(Engine):
 
     def _check_command(self, spec: Spec) -> None:
         """Raise SpecError for a command, which nothing would run."""
-        if (command := spec.train.command) is not None:
+        if (command := spec.train.command) is not None and kept_framework(spec) is None:
             fix = "remove it, or use engine: command for your own program"
             raise SpecError(key="train.command", value=list(command), problem="is not used by fsdp2", fix=fix)
 
@@ -91,8 +115,8 @@ class Fsdp2(Engine):
         return int(np.lexsort((-columns[fs.MBS], columns[fs.AC], columns[fs.TP], missing_bytes))[0])
 
     def warnings(self, task: Task) -> Sequence[str]:
-        version = task.spec.train.engine_version
-        return [*unknown_release("train.engine_version", "torch", version, RELEASES), *_without_depths(task)]
+        release = unknown_release("train.engine_version", "torch", task.spec.train.engine_version, RELEASES)
+        return [*release, *_without_depths(task), *cut_warnings(task.spec.train), *loss_warnings(task)]
 
     # Job records
 
@@ -145,7 +169,14 @@ class Fsdp2(Engine):
         raise SpecError(key="train.engine", value=self.name, problem=NO_PROGRAM, fix=OWN_PROGRAM)
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
-        raise LaunchError("fsdp2 has no real job: use the values of the best candidate in your own program")
+        spec, values = platform.task.spec, candidate.as_dict()
+        if not for_real or kept_framework(spec) is None:
+            raise LaunchError("fsdp2 has no real job: use the values of the best candidate in your own program")
+        micro, replicas = int(values[fs.MBS] or 1), int(values[fs.REPLICATE] or 1) * int(values[fs.SHARD] or 1)
+        given = {name: value for name, value in values.items() if name != fs.MBS}
+        steps = spec.train.global_batch_size // (micro * replicas)
+        own = self._own_values(platform.task)
+        return launch(spec, folder, given=given, own=own, micro_batch_size=micro, microbatches=steps)
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
         raise LaunchError(f"fsdp2 {NO_PROGRAM}")

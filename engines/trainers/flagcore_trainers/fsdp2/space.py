@@ -121,10 +121,10 @@ def _layer_rule(task: Task) -> Rule:
 
 
 def _expert_rules(count: int) -> tuple[Rule, ...]:
-    """Return the rules of experts. Selective checkpoints reject the hooks of a unit of `fully_shard` in a layer."""
+    """Return the rules of experts."""
     return (
         rule("expert_parallel", lambda c: (count % c[EP] != 0) | (c[SHARD] * c[CP] % c[EP] != 0), count=count),
-        rule("experts_alone", lambda c: (c[TP] > 1) | (c[AC] == SELECTIVE) | ((c[PP] > 1) & (c[SCHEDULE] >= ZBV))),
+        rule("experts_alone", lambda c: (c[TP] > 1) | ((c[PP] > 1) & (c[SCHEDULE] >= ZBV))),
     )
 
 

@@ -11,6 +11,8 @@ REPLICATE, SHARD, TP = "data_parallel_replicate_size", "data_parallel_shard_size
 CP, MBS, RESHARD = "context_parallel_size", "micro_batch_size", "reshard_after_forward"
 AC, REDUCE, OFFLOAD, COMPILE = "activation_checkpointing", "reduce_dtype", "cpu_offload", "compile"
 STATES = "state_dtype"
+COUNT = "microbatches"
+"""Micro-batches of a pass through a pipeline, if these are not all of a step."""
 PP, SCHEDULE, EP = "pipeline_model_parallel_size", "pipeline_schedule", "expert_model_parallel_size"
 DISPATCHER = "moe_token_dispatcher_type"
 """What a job record leaves open: how experts exchange tokens (`Options.dispatcher`)."""

@@ -12,7 +12,7 @@ from flagcore_models.layers import layer_counts
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_models.networks.experts import Experts
-from flagcore_training.adapters import has_adapter
+from flagcore_training.adapters import beside
 
 from flagcore.domain.model import Layer, Mixer, Network
 from flagcore.domain.space import FloatArray
@@ -151,16 +151,22 @@ def _network(
     if isinstance(network, Experts):
         # The backward begins with gradients of the experts' outputs and of their weights. At the end, what experts
         # stored is free but for gradients of their inputs, and gradients of all weights wait until they are stacked.
+        # Adapters beside experts have the gradient of one sum at a time.
         copies = network.chosen * rows
         inside, routed = gate * u * network.width * copies, u * network.expert_width(h) * copies
         scores = ROUTER_BYTES * network.count * rows + COPY_BYTES * copies
         others = (gate * network.shared + 2.0 * network.latent) * u * rows
         experts = u * trained_weights(job, network)[1]
+        if not is_trained and _adapts_experts(job, network):
+            experts = u * part_weights(job, network)[1] * (matrices - 1.0) / matrices
+        of_shared = (
+            u * network.shared * rows
+        )  # selective checkpoints store no product of routed experts (torchtitan 0.3)
         ends = hidden + experts * (1.0 + 1.0 / matrices) - inside - routed
         return _PartBytes(
             stored=inside + 2.0 * routed + others + scores,
-            kept=width,
-            shared=width,
+            kept=of_shared,
+            shared=of_shared,
             moments=(3.0 * routed + hidden, ends),
             gradients=experts + u * part_weights(job, network)[0] * is_trained,
         )
@@ -179,21 +185,28 @@ def _network(
 def _adapter_bytes(job: MemoryInputs, layer: Layer, adapter: Adapter, whole: FloatArray) -> FloatArray:
     """Return what a layer stores beside its adapters, less the inputs of frozen layers without one.
 
-    Experts are left out.
+    Of experts, PEFT stores the sum of their weights and of the products of their adapters (0.21 `tuners/lora/layer.py`,
+    `ParamWrapper`). What else their adapters need is left out.
     """
     u, total = job.value_bytes, np.zeros_like(job.tensor)
     for part in layer.parts:
-        products = [each for each in part.products(job.model.hidden_size) if each.adapts]
-        names = [each.name for product in products if product.split != "inputs" for each in product.layers]
-        total = total - whole * (not has_adapter(adapter, *names))
+        found = [(each, beside(adapter, each, peft=job.peft)) for each in part.products(job.model.hidden_size)]
+        split = {each.split for each, adapters in found if each.adapts and adapters}
+        total = total - whole * (not split - {"inputs"})
         if isinstance(part, Experts):
+            total = total + u * part_weights(job, part)[1] * _adapts_experts(job, part)
             continue
-        if isinstance(part, Network) and not has_adapter(adapter, "down_proj"):
+        if isinstance(part, Network) and "inputs" not in split:
             total = total - u * part.width * job.tokens / job.tensor
-        found = [each for product in products for each in product.layers if has_adapter(adapter, each.name)]
-        outputs = sum(each.width for each in found) * job.dora_stored * (adapter.kind == "dora")
-        total = total + u * job.tokens * (len(found) * adapter.rank + outputs / job.tensor)
+        ranks, widths = (sum(pair[index] for _each, adapters in found for pair in adapters) for index in (0, 1))
+        outputs = widths * job.dora_stored * (adapter.kind == "dora")
+        total = total + u * job.tokens * (ranks + outputs / job.tensor)
     return total
+
+
+def _adapts_experts(job: MemoryInputs, network: Experts) -> bool:
+    """Return whether routed experts have adapters."""
+    return any(beside(job.adapter, each, peft=job.peft) for each in network.routed(job.model.hidden_size))
 
 
 def _mixer(job: MemoryInputs, mixer: Mixer | None, hidden: FloatArray) -> _PartBytes:

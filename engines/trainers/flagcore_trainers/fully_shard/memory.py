@@ -80,7 +80,8 @@ def _with_pipeline(job: MemoryInputs) -> tuple[_Sizes, IntArray]:
     for place in places(job):
         numbers = stage_layers(job, place)
         here = [(layer, 1.0 * (number > 0)) for layer, number in numbers.items()]
-        (whole, share), trained = (layers_of_rank(job, numbers, only_trained=each) for each in (False, True))
+        (whole, _share), trained = (layers_of_rank(job, numbers, only_trained=each) for each in (False, True))
+        base = layers_of_rank(job, numbers, unit_bytes=job.base_bytes)
         layer = np.max([job.units[each].trained * is_here for each, is_here in here], axis=0)
         stored, outputs = act.of_stage(numbers, size)
         first, last = place == 0, np.where(splits, place == 0, place == size - 1.0)
@@ -88,10 +89,10 @@ def _with_pipeline(job: MemoryInputs) -> tuple[_Sizes, IntArray]:
         weights = whole + edges
         at_edges = edges * is_trained
         gradients, own_trained = trained[0] + at_edges, trained[1] + at_edges / n
-        frozen = 0.0 if is_trained else job.base_bytes * share + u * edges / n
+        frozen = 0.0 if is_trained else base[1] + u * edges / n
         # The gradients of a backward in two passes wait for the next pass in their own data type.
         waiting = np.where((job.schedule == ZBV) & (r != u), u * gradients, 0.0)
-        gathered = u * weights if is_trained else u * (trained[0] + edges) + job.base_bytes * whole
+        gathered = u * weights if is_trained else u * (trained[0] + edges) + base[0]
         held = 3.0 * job.main_bytes * own_trained + frozen + gathered + r * gradients + waiting
         turns = splits & (place == size - 1.0)  # both stages are of this rank, so nothing is sent between them
         neighbours = act.hidden * (2.0 * parts - first - last - 2.0 * turns)
@@ -141,18 +142,18 @@ def _reduction(job: MemoryInputs, weights: FloatArray, ranks: FloatArray) -> Flo
 
 def _without_pipeline(job: MemoryInputs) -> _Sizes:
     model, u, r, n, main = job.model, job.value_bytes, job.reduce_bytes, job.ranks, job.main_bytes
-    table, (norm, own), base = table_weights(job), root_weights(job), job.base_bytes / u
-    (all_layers, share), (trained, own_trained) = (
-        layers_of_rank(job, layer_counts(model), only_trained=each) for each in (False, True)
-    )
+    table, (norm, own), (base, of_experts) = table_weights(job), root_weights(job), job.base_bytes
+    all_layers, share = layers_of_rank(job, layer_counts(model), unit_bytes=job.base_bytes)
+    trained, own_trained = layers_of_rank(job, layer_counts(model), only_trained=True)
     is_tied, is_trained = not model.untie_embeddings_and_output_weights, job.adapter is None
     edges = table * (1.0 if is_tied else 2.0) + norm + own
-    frozen = 0.0 * share if is_trained else job.base_bytes * share + u * edges / n
+    frozen = 0.0 * share if is_trained else share + u * edges / n
     own_trained, table_gradient = own_trained + edges / n * is_trained, table * is_trained
     states = np.where(job.offload, 0.0, 3.0 * main * own_trained + frozen)
     gradients = np.where(job.offload, 0.0, main * own_trained)
     # Gradients of earlier micro-batches are there from the start. Those of a single one fill up during backward.
-    early = np.where(job.microbatches > 1, gradients, 0.0)
+    whole = r * (trained + edges * is_trained)
+    early = np.where(job.microbatches > 1, np.where(job.whole_gradients & (n > 1), whole, gradients), 0.0)
     held = early + np.where(job.microbatches > 1, 0.0, np.where(job.offload, 0.0, main * table_gradient / n))
     # Buffers of sums over replicas stay until backward ends, unless they become the gradients.
     is_copied = job.replicated & ((job.microbatches > 1) | (r != main))
@@ -162,8 +163,8 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
     is_shared = n > 1
     buffer = 1.0 * is_shared  # a gather has a buffer, and the weights are copied out of it
     last = job.units[layers_of(model)[-1]].weights * base
-    gathered = np.where(job.reshard, 0.0, u * base * all_layers)  # weights that stay from forward to backward
-    ahead = np.where(job.reshard, u * last * buffer, 0.0)  # the next layer, gathered during this one
+    gathered = np.where(job.reshard, 0.0, all_layers)  # weights that stay from forward to backward
+    ahead = np.where(job.reshard, last * buffer, 0.0)  # the next layer, gathered during this one
     # The buffer of the last gather stays until the next one. Without gathers in backward, this is the end of the step.
     stale = np.where(job.reshard, 0.0, u * buffer * table * (not is_tied))
     early, held = early + stale, held + stale
@@ -177,7 +178,7 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
         - stale
         + at_head
         + (u if job.compiled_loss else LOSS_FORWARD_BYTES) * logits
-        + u * buffer * (last if is_tied else table),
+        + buffer * (last if is_tied else u * table),
         early + at_head + _loss_bytes(job) * logits,
         early + at_head + (u + (u if job.compiled_loss else 4.0)) * logits,
         early + at_head + u * logits + u * table_gradient + act.hidden * job.tensor + ahead,
@@ -195,15 +196,15 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
         left = act.stored - after
         kept = held + late + gathered - np.where(job.reshard, 0.0, u * passed * is_trained)
         kept = kept + edge * is_tied + ahead + summed * passed * is_trained
-        whole = np.where(job.reshard, u * base * (unit.weights + unit.experts), 0.0)
+        whole = np.where(job.reshard, base * unit.weights + of_experts * unit.experts, 0.0)
         for extra in one.backward:
             moments.append(kept + whole + previous + left + extra)
         moments.append(kept + whole + previous + left - one.stored + act.hidden + u * unit.trained + act.norm)
         for weights, changed, sharing in (
-            (unit.weights, unit.trained, n),
-            (unit.experts, unit.trained_experts, n / job.expert),
+            (base * unit.weights, unit.trained, n),
+            (of_experts * unit.experts, unit.trained_experts, n / job.expert),
         ):
-            copies = u * changed + _reduction(job, changed, sharing) - np.where(job.reshard, 0.0, u * base * weights)
+            copies = u * changed + _reduction(job, changed, sharing) - np.where(job.reshard, 0.0, weights)
             moments.append(kept + left - one.stored + copies + act.hidden)
     end = gradients + stale + act.hidden + summed * (trained + edges * is_trained - table_gradient)
     at_edge = table_gradient + own * is_trained

@@ -13,9 +13,11 @@ from dataclasses import replace
 import numpy as np
 from flagcore_models.layers import layer_counts
 from flagcore_models.mixers.attention import Attention
+from flagcore_models.networks.experts import Experts
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
 from flagcore_training.memory.training import InUse, in_use
+from flagcore_training.peft import Peft
 from flagcore_training.time.optimizer import HOST_ADAM_BYTES, HOST_BYTES_PER_SECOND
 from flagcore_training.time.stage import ACCUMULATION_BYTES
 from flagcore_training.time.step import on_replica, replica_wait, step_time
@@ -80,7 +82,13 @@ def predictions(train: Training, costs: Costs, used: InUse, time_s: dict[str, Fl
 
 
 def memory_job(
-    task: Task, columns: Columns, *, fused_norm: bool, compiled_loss: bool = False, sends_stay: bool = False
+    task: Task,
+    columns: Columns,
+    *,
+    fused_norm: bool,
+    compiled_loss: bool = False,
+    sends_stay: bool = False,
+    whole_gradients: bool = False,
 ) -> weights.MemoryInputs:
     """Return what the memory of candidates depends on."""
     layout = layout_of(task, columns)
@@ -107,6 +115,7 @@ def memory_job(
         fused_norm=fused_norm,
         compiled_loss=compiled_loss,
         sends_stay=sends_stay,
+        whole_gradients=whole_gradients,
         adapter=task.spec.train.adapter,
     )
 
@@ -126,7 +135,7 @@ def layout_of(task: Task, columns: Columns) -> Layout:
         expert_tensor=ones if task.spec.model.experts else count[fs.TP],
         expert_groups=zeros,
         micro_batch=count[fs.MBS],
-        microbatches=np.maximum(task.spec.train.global_batch_size // samples, 1.0),
+        microbatches=count.get(fs.COUNT, np.maximum(task.spec.train.global_batch_size // samples, 1.0)),
         sharded_optimizer=ones,
         sequence_parallel=ones * (count[fs.TP] > 1),
         selective=zeros,
@@ -157,6 +166,7 @@ def training(task: Task, *, compiled: bool, compiled_loss: bool = False, schedul
             attention_kernel="flash",
             gradient_fusion=False,
             adapter=train.adapter,
+            peft=Peft.of(task.spec.model),
             dispatcher=str(train.assumed.get(fs.DISPATCHER, "alltoall")),
             linked_devices=float(task.cluster.linked_devices),
         ),
@@ -171,11 +181,18 @@ def _predict(
     layout, costs = layout_of(task, columns), traffic.with_torch_attention(task, costs)
     fused_norm = program.fused_norm and not costs.synchronous
     # Ranks whose host computes exchange tensors by Gloo.
-    job = memory_job(task, columns, fused_norm=fused_norm, compiled_loss=fused_loss, sends_stay=costs.synchronous)
+    job = memory_job(
+        task,
+        columns,
+        fused_norm=fused_norm,
+        compiled_loss=fused_loss,
+        sends_stay=costs.synchronous,
+        whole_gradients=program.whole_gradients,
+    )
     needed = memory.of_rank(job)
     needed = replace(needed, peak=needed.peak + 2.0 * costs.memory.workspace_bytes())
     time_s = _times(train, layout, costs, job, columns, program, compiled=compiled)
-    return predictions(train, costs, in_use(costs.memory, needed, layout), time_s)
+    return predictions(train, costs, in_use(costs.memory, needed, layout, train), time_s)
 
 
 def _times(
@@ -198,7 +215,7 @@ def _times(
     gathers = 1.0 + job.reshard
     # The shared formulas assume an fp32 buffer of gradients per weight. FSDP2 copies out weights, and gradients in; a
     # pipeline adds gradients up in a buffer.
-    copied = gathers * 2.0 * job.base_bytes
+    copied = gathers * 2.0 * weights.mean_base_bytes(job)
     if job.adapter is None:
         copied = copied + u + job.reduce_bytes - ACCUMULATION_BYTES[False]
     copied = np.where(job.pipeline > 1, 0.0, copied)
@@ -231,7 +248,8 @@ def selective_share(train: Training) -> float:
     """Return the share of the layers' forward that selective checkpoints compute again.
 
     Of the matrix products, these are the second, fourth, ... of a mixer, such as keys and the output projection, and
-    the second half of a gated block. The attention core is stored.
+    the second half of a gated block. The attention core is stored. All products of routed experts run again (torchtitan
+    0.3 stores none of them).
     """
     hidden, again, total = train.model.hidden_size, 0.0, 0.0
     for layer, number in layer_counts(train.model).items():
@@ -241,7 +259,8 @@ def selective_share(train: Training) -> float:
             again += number * (sum(products[1::2]) + core * (not isinstance(mixer, Attention)))
             total += number * (sum(products) + core)
         if network := layer.network:
-            again += number * hidden * network.active_width * network.gated
+            routed = network.active_width - network.shared if isinstance(network, Experts) else 0
+            again += number * hidden * (network.active_width * network.gated + 2.0 * routed)
             total += number * hidden * network.active_width * (2.0 + network.gated)
     return again / total
 
@@ -262,12 +281,12 @@ def _exchange(
     """
     model, table, own = train.model, weights.table_weights(job), weights.root_weights(job)[1]
     owners = (_integers(job.ranks / job.expert), _integers(job.expert))
-    u = float(train.value_bytes)
+    u, (base, of_experts) = float(train.value_bytes), job.base_bytes
     ring = (_integers(job.ranks), _integers(layout.tensor))
     replicas = (_integers(columns[fs.REPLICATE]), _integers(layout.tensor * job.ranks))
     seconds = costs.collectives.seconds
 
-    def gather(weights: FloatArray, ring: tuple[IntArray, IntArray] = ring, unit: float = job.base_bytes) -> FloatArray:
+    def gather(weights: FloatArray, ring: tuple[IntArray, IntArray] = ring, unit: float = base) -> FloatArray:
         return seconds("all_gather", unit * weights, *ring)
 
     def reduce(weights: FloatArray, ring: tuple[IntArray, IntArray] = ring) -> FloatArray:
@@ -281,31 +300,34 @@ def _exchange(
         body = body + gather(unit.weights) * number
         reduced = reduced + reduce(unit.trained) * number
         if unit.experts.any():
-            body = body + gather(unit.experts, owners) * number
+            body = body + gather(unit.experts, owners, of_experts) * number
             reduced = reduced + reduce(unit.trained_experts, owners) * number
     table_gradient = table * (job.adapter is None)
     forward = body + gather(table, unit=u) * ends
-    backward = job.reshard * body + reduced + reduce(table_gradient) * ends
+    backward, reduced = job.reshard * body, reduced + reduce(table_gradient) * ends
     if own.any():
         forward = forward + gather(own, unit=u)
-        backward = backward + reduce(own * (job.adapter is None))
+        reduced = reduced + reduce(own * (job.adapter is None))
     is_staged = job.pipeline > 1
     times = np.where(is_staged, 1.0, layout.microbatches)
+    reductions = np.minimum(times, 1.0) if job.whole_gradients else times
     if costs.synchronous:  # the host computes and sends
-        total: FloatArray = times * (forward + backward)
+        total: FloatArray = times * (forward + backward) + reductions * reduced
         return total
     work = _busy(layout, time_s)
     window = work * FORWARD_SHARE / (1.0 + FORWARD_SHARE * again)
     share = costs.collectives.compute_share(*ring)
     exposed = np.zeros_like(work)
     # A pipeline gathers weights in its first forward, and scatters gradients when all backwards are done.
-    for whole, alone, beside in (
-        (forward, gather(table, unit=u), window),
-        (backward, reduce(table_gradient), np.where(is_staged, 0.0, work - window)),
+    rest = np.where(is_staged, 0.0, work - window)
+    for passes, whole, alone, beside in (
+        (times, forward, gather(table, unit=u), window),
+        (reductions, backward + reduced, reduce(table_gradient), rest),
+        (times - reductions, backward, 0.0, rest),
     ):
         hidden = np.minimum(whole - alone, beside)
-        exposed = exposed + whole - hidden + share * hidden
-    return times * exposed
+        exposed = exposed + passes * (whole - hidden + share * hidden)
+    return exposed
 
 
 def _busy(layout: Layout, time_s: dict[str, FloatArray]) -> FloatArray:

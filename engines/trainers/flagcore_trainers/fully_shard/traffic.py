@@ -46,16 +46,21 @@ class Program:
     `rotation`: memory passes over queries and keys of rotary embeddings without compilation, forward and backward.
     `fused_norm`: whether norms are one kernel. `compiled_loss`: whether `compile` includes the loss.
     `masked`: whether context-parallel attention computes all scores and masks half of them.
+    `whole_gradients`: whether ranks keep whole gradients until the last micro-batch, in which they are reduced.
     """
 
     rotation: tuple[float, float]
     fused_norm: bool = True
     compiled_loss: bool = False
     masked: bool = False
+    whole_gradients: bool = False
 
 
 TRIAL = Program(rotation=(9.0, 12.0), masked=True)
 """The program of the engine `fsdp2`: a decoder in plain torch."""
+FRAMEWORK = replace(TRIAL, whole_gradients=True)
+"""A framework on accelerate (1.15 `Accelerator.no_sync`, transformers 5.24 `Trainer`), or NeMo AutoModel (0.7
+`distributed/utils.py`)."""
 TORCHTITAN = Program(rotation=(10.0, 10.5), compiled_loss=True)
 """torchtitan 0.3, whose rotary embeddings are complex numbers in fp32."""
 PLAIN = Program(rotation=(10.2, 10.1), fused_norm=False)

@@ -14,8 +14,9 @@ from typing import TypeAlias
 
 import numpy as np
 from flagcore_models.layers import layer_counts, layer_embeddings, layers_of
-from flagcore_training.adapters import BASE_BYTES, linears, weights_beside
+from flagcore_training.adapters import base_bytes, beside, weights_beside
 from flagcore_training.memory.adapters import DORA_STORED
+from flagcore_training.peft import Peft
 
 from flagcore.domain.model import Layer, Model, Part, Product
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
@@ -68,16 +69,24 @@ class MemoryInputs:
     compiled_loss: bool = False
     split_tokens: BoolArray | bool = True
     gradients_wait: bool = True
+    whole_gradients: bool = False
     sends_stay: bool = False
     adapter: Adapter | None = None
     dora_stored: float = DORA_STORED
     main_bytes: FloatArray | float = MAIN_BYTES
 
+    @cached_property
+    def peft(self) -> Peft:
+        """What PEFT does with the model."""
+        return Peft.of(self.model)
+
     @property
-    def base_bytes(self) -> float:
-        """The bytes of a gathered weight of a layer."""
-        is_narrow = self.adapter is not None and self.adapter.base is not None
-        return BASE_BYTES[str(self.adapter and self.adapter.base)] if is_narrow else self.value_bytes
+    def base_bytes(self) -> tuple[float, float]:
+        """The bytes of a gathered weight of a layer, and of its routed experts."""
+        others, experts = (
+            base_bytes(self.adapter, self.value_bytes, self.peft, experts=each) for each in (False, True)
+        )
+        return others, experts
 
     @cached_property
     def units(self) -> Mapping[Layer, Unit]:
@@ -132,11 +141,11 @@ def trained_weights(job: MemoryInputs, part: Part) -> Pair:
         return part_weights(job, part)
     others = experts = np.zeros_like(job.ranks)
     for product in part.products(job.model.hidden_size):
-        beside = product.copies * weights_beside(adapter, linears([product]))
+        found = weights_beside(adapter, product, beside(adapter, product, peft=job.peft))
         if product.component == "experts":
-            experts = experts + beside / job.expert
+            experts = experts + found / job.expert
         else:
-            others = others + beside / job.tensor
+            others = others + found / job.tensor
     return others, experts
 
 
@@ -185,18 +194,31 @@ def stage_layers(job: MemoryInputs, place: FloatArray) -> dict[Layer, FloatArray
 
 
 def layers_of_rank(
-    job: MemoryInputs, numbers: Mapping[Layer, FloatArray | int], *, only_trained: bool = False
+    job: MemoryInputs,
+    numbers: Mapping[Layer, FloatArray | int],
+    *,
+    only_trained: bool = False,
+    unit_bytes: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[FloatArray, FloatArray]:
     """Return the numbers of weights of these numbers of layers, gathered, and of a rank's share of them: all of them,
     or those that are trained. Layers that repeat others have none of their own.
+
+    `unit_bytes`: those of a weight, and of a weight of routed experts, to return bytes.
     """
     whole = share = np.zeros_like(job.ranks)
     for layer, number in numbers.items():
         unit, own = job.units[layer], number * (not layer.repeats)
-        weights, experts = (unit.trained, unit.trained_experts) if only_trained else (unit.weights, unit.experts)
+        counts = (unit.trained, unit.trained_experts) if only_trained else (unit.weights, unit.experts)
+        weights, experts = (count * each for count, each in zip(counts, unit_bytes, strict=True))
         whole = whole + own * (weights + experts)
         share = share + own * (weights + experts * job.expert) / job.ranks
     return whole, share
+
+
+def mean_base_bytes(job: MemoryInputs) -> FloatArray:
+    """Return the bytes of a gathered weight of a layer, as the mean of all layers."""
+    numbers = layer_counts(job.model)
+    return layers_of_rank(job, numbers, unit_bytes=job.base_bytes)[0] / layers_of_rank(job, numbers)[0]
 
 
 def stage_weights(job: MemoryInputs) -> tuple[FloatArray, FloatArray, FloatArray]:

@@ -4,7 +4,7 @@ Sources: the operators of the layers of megatron-core 0.16 to 0.20, `gpt_model.p
 and `multi_token_prediction.py`; the tensors that transformer-engine 2.9 to 2.20 saves (`linear.py`,
 `layernorm_linear.py`, `grouped_linear.py`, `dot_product_attention`), with the defaults of its switches; for dropout
 and layers without a gate Korthikanti et al. 2022 (arXiv 2205.05198). The busiest expert rank processes
-`Options.expert_imbalance` times the mean number of tokens.
+`Layout.busiest` times the mean number of tokens.
 """
 
 from dataclasses import dataclass
@@ -232,7 +232,7 @@ def mixture(train: Training, layout: Layout, sizes: Sizes, network: Experts) -> 
 def routed(train: Training, layout: Layout, sizes: Sizes, network: Experts) -> Module:
     """Return the routed experts of one rank, including the dispatch of their tokens and the return of their outputs."""
     options, h = train.options, network.expert_width(train.model.hidden_size)
-    load, local_experts = options.expert_imbalance, np.maximum(network.count / layout.expert, 1.0)
+    load, local_experts = layout.busiest(options, network.count), np.maximum(network.count / layout.expert, 1.0)
     is_grouped = options.grouped_gemm and train.transformer_engine
     groups = np.ones_like(local_experts) if is_grouped else local_experts
     copies = layout.expert_tokens(network.chosen, train.sequence) * load

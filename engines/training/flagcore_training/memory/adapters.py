@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from flagcore.domain.model import Part
-from flagcore_training.adapters import chosen, has_adapter, linears
+from flagcore_training.adapters import beside_of, has_adapter
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.modules import Module, Sizes
 
@@ -52,11 +52,14 @@ def frozen(train: Training, layout: Layout, sizes: Sizes, modules: Sequence[Modu
         for name in tensors.keys() & INPUTS.keys() if each.component != "router" else ():
             is_whole = name in ("qkv_linear", "mixer_linear", "mlp_input")
             tensors[name] = tensors[name] * has_adapter(adapter, *INPUTS[name]) * (gathers if is_whole else 1.0)
-        for inner, outer in linears(product for product in products if product.component == each.component):
-            found = chosen(adapter, outer, joint=train.options.joint_adapters)
-            stored = len(found) * adapter.rank + DORA_STORED * sum(found) / split * (adapter.kind == "dora")
+        for product in products:
+            if product.component != each.component or not product.adapts:
+                continue
+            found = beside_of(train, product)
+            outputs = sum(width for _rank, width in found) / split * (adapter.kind == "dora")
+            stored = sum(rank for rank, _width in found) + DORA_STORED * outputs
             tensors["adapters"] = tensors.get("adapters", 0.0) + sizes.unit * tokens * stored
             copies = 1.0 * bool(adapter.base) + DORA_COPIES * (adapter.kind == "dora")
-            work = np.maximum(work, each.work + copies * sizes.unit * inner * sum(outer.values()) / split)
+            work = np.maximum(work, each.work + copies * sizes.unit * product.inputs * product.outputs / split)
         result.append(replace(each, tensors=tensors, work=work))
     return result

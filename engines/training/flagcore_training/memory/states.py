@@ -14,7 +14,7 @@ from flagcore_models.layers import attention_of, dense_of, experts_of
 from flagcore_models.mixers.latent_attention import LatentAttention
 
 from flagcore.domain.space import FloatArray
-from flagcore_training.adapters import BASE_BYTES
+from flagcore_training.adapters import base_bytes
 from flagcore_training.kinds import layer_kinds
 from flagcore_training.layout import ArrayRecord, Layout, Training
 from flagcore_training.weights import ADAPTER_PARTS, EXPERT_PARTS, Parts, layer_parameters, padded_vocab
@@ -60,15 +60,16 @@ def trained_parts(train: Training, params: Parts) -> Parts:
     return {name: params[name] for name in params if train.options.adapter is None or name in ADAPTER_PARTS}
 
 
-def frozen_state(train: Training, bytes_: State, count: FloatArray, linear: FloatArray | float) -> State:
+def frozen_state(
+    train: Training, bytes_: State, count: FloatArray, linear: FloatArray | float, *, experts: bool
+) -> State:
     """Return the states of `count` frozen weights, of which `linear` are of linear layers, from those of trained ones.
 
     They have no gradients and no optimizer states.
     """
-    weights, adapter = bytes_.weights, train.options.adapter
-    if adapter and adapter.base:
-        saved = 1.0 - BASE_BYTES[adapter.base] / train.value_bytes
-        weights = weights * (1.0 - saved * linear / np.maximum(count, 1.0))
+    unit, options = float(train.value_bytes), train.options
+    saved = 1.0 - base_bytes(options.adapter, unit, options.peft, experts=experts) / unit
+    weights = bytes_.weights * (1.0 - saved * linear / np.maximum(count, 1.0))
     return State(weights, *[np.zeros_like(weights)] * 3)
 
 
@@ -93,9 +94,9 @@ def state(
     options = train.options
     shards = layout.expert_shards() if experts else layout.shards()
     replicas = layout.expert_replicas() if experts else layout.data * layout.context
-    owners = replicas if options.fsdp else shards
-    fsdp_shards = replicas if options.fsdp else np.ones(())
-    gradient_shards = shards if options.shard_gradients else fsdp_shards
+    owners = replicas if options.shares("states") else np.ones(()) if options.fsdp else shards
+    fsdp_shards = replicas if options.shares("weights") else np.ones(())
+    gradient_shards = shards if options.shard_gradients else replicas if options.shares("gradients") else np.ones(())
     second: FloatArray | float = 1.0 - linear / np.maximum(count, 1.0) if options.second_moments == "others" else 0.0
     adam = options.exp_avg_bytes + options.exp_avg_sq_bytes * (1 if options.second_moments == "all" else second)
     share = 1.0 - options.optimizer_offload_fraction
@@ -181,11 +182,12 @@ def gathered_bytes(train: Training, layout: Layout, dense: State, experts: State
     layers = [sum(layer_parameters(train, layout, each).values()) for each in layer_kinds(train.model).layers]
     table = padded_vocab(train.model, layout.tensor) / layout.tensor * train.model.hidden_size
     largest_layer: FloatArray = np.maximum(np.max(np.stack(layers), axis=0), table)
-    adapter = train.options.adapter
-    base = BASE_BYTES.get(adapter.base or "", train.value_bytes) if adapter else train.value_bytes
-    width = base + train.options.grad_bytes * (adapter is None)
-    other_shards = (dense.weights + dense.gradients) * (layout.data * layout.context - 1.0)
-    other_shards = other_shards + (experts.weights + experts.gradients) * (layout.expert_replicas() - 1.0)
+    base = base_bytes(train.options.adapter, train.value_bytes, train.options.peft)
+    weights, gradients = (float(train.options.shares(each)) for each in ("weights", "gradients"))
+    width = weights * base + gradients * train.options.grad_bytes * (train.options.adapter is None)
+    replicas = ((dense, layout.data * layout.context), (experts, layout.expert_replicas()))
+    own = [(weights * each.weights + gradients * each.gradients) * (ranks - 1.0) for each, ranks in replicas]
+    other_shards = own[0] + own[1]
     return np.minimum(2.0 * width * largest_layer, other_shards)
 
 
@@ -229,7 +231,7 @@ def _with_frozen(train: Training, layout: Layout, params: Parts) -> tuple[State,
     own, others = (states_of(plain, layout, parts) for parts in (trained_parts(train, params), base))
     counts = split_parameters(base)
     dense, experts = (
-        own[index] + frozen_state(train, others[index], counts[index], _linear(base, experts=bool(index)))
-        for index in range(2)
+        own[index] + frozen_state(train, others[index], counts[index], _linear(base, experts=each), experts=each)
+        for index, each in enumerate((False, True))
     )
     return dense, experts

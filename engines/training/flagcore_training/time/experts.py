@@ -9,25 +9,40 @@ from flagcore_models.networks.experts import Experts
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray
-from flagcore_training.adapters import linears
 from flagcore_training.layout import Layout, Training
 from flagcore_training.time.passes import (
+    GRAPH_LAUNCHES,
     Block,
     Seconds,
     TensorCollectives,
     activation_seconds,
     as_integers,
     expert_dispatch,
+    is_captured,
     norm_and_residual,
 )
 from flagcore_training.time.products import adapter_launches, product_time
 
-MOE_LAUNCHES = {True: (70.0, 25.0, 10.0), False: (150.0, 33.0, 20.0)}
-"""Kernels of an MoE block's forward pass, with and without transformer-engine's layers.
+EXPERT_LAUNCHES = {True: 25.0, False: 33.0}
+"""Launches of the forward pass of one expert (or of all experts with grouped products), and of the shared experts, with
+and without transformer-engine's layers. Backward launches twice as many. Without them, fitted to 13 measured ranks with
+2 to 64 experts each; with them, an FFN without its norm and residual sum (`layer.LAUNCHES`)."""
 
-The first number is for router, permutation and dispatch, the second for one expert (or for all experts with grouped
-products), the third for the shared experts. Backward launches twice as many. Fitted to 13 measured ranks with 2 to 64
-experts each; the values of transformer-engine are estimates."""
+ROUTER_KERNELS, FUSED_ROUTER_KERNELS = {True: 28.0, False: 34.0}, 11.0
+"""Kernels of the norm, the router with its loss, and the residual sum, with and without transformer-engine's layers,
+and of these with fused scores. Counted with torch in megatron-core 0.16.1 (`router.py`, `moe_utils.py`)."""
+
+KERNEL_LAUNCHES = 2.63
+"""Launches of one kernel of a router or a dispatcher, whose modules keep the host busy between kernels: of 57 kernels
+with megatron-core's own layers, the ranks of `EXPERT_LAUNCHES` showed 150 launches."""
+
+DISPATCH_KERNELS = {"alltoall": 23.0, "allgather": 23.0, "flex": 18.0, "hybridep": 9.0}
+"""Kernels from the numbers of tokens to the permutation before the experts, and back, by dispatcher. HybridEP permutes
+while it sends. Counted as `ROUTER_KERNELS`, with one for each kernel of transformer-engine 2.20 `permutation.py`,
+DeepEP and HybridEP (megatron-core `fused_a2a.py`)."""
+
+PREPROCESS_SHARE = 0.6
+"""Share of the kernels of a dispatcher before its exchange, which moe_preprocess captures. Of the alltoall one."""
 
 GROUPED_LAUNCHES = 2.0
 """Kernels for each expert with grouped products, which are a product of cuBLAS per expert and linear layer, on several
@@ -44,13 +59,14 @@ cast if the weights have 4 bytes, as with the flex dispatcher (megatron-core 0.1
 def moe_block(network: Experts, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
     """Return the time of an MoE block: norm, router, dispatch, experts, combine, shared experts and residual sum.
 
-    The busiest expert rank processes `expert_imbalance` times the mean number of token copies, and the other ranks wait
+    The busiest expert rank processes `Layout.busiest` times the mean number of token copies, and the other ranks wait
     for it. With several local experts, the alltoall dispatcher also sorts the copies by expert, and back (Megatron-LM
     @0014f137 `token_dispatcher.py`). With `overlap_expert_comm`, the dispatch overlaps another micro-batch's layer.
     """
     kernels, options, unit = costs.kernels, train.options, float(train.value_bytes)
     h = train.model.hidden_size
-    copies = layout.expert_tokens(network.chosen, train.sequence) * options.expert_imbalance
+    load = layout.busiest(options, network.count)
+    copies = layout.expert_tokens(network.chosen, train.sequence) * load
     local_experts, width = network.count / layout.expert, network.width / layout.expert_tensor
     latent, routed = float(network.expert_width(h)), network.routed(h)
     up, down = (
@@ -63,19 +79,21 @@ def moe_block(network: Experts, train: Training, layout: Layout, costs: Costs, t
     permute = kernels.memory_seconds(unit * 2.0 * latent * copies)
     sorts = 2.0 * permute * (local_experts > 1.0) * (options.dispatcher == "alltoall")
     is_grouped = options.grouped_gemm and train.transformer_engine
-    router_launches, expert_launches, _ = MOE_LAUNCHES[train.transformer_engine]
-    of_adapters = adapter_launches(train, *linears(routed))
-    launches = (expert_launches + of_adapters) * (1.0 if is_grouped else local_experts) + router_launches
+    of_adapters = adapter_launches(train, routed)
+    launches = (EXPERT_LAUNCHES[train.transformer_engine] + of_adapters) * (1.0 if is_grouped else local_experts)
+    router_kernels = FUSED_ROUTER_KERNELS if options.router_fusion else ROUTER_KERNELS[train.transformer_engine]
+    apart = router_kernels * ~is_captured(train, layout, "moe_router")
+    before = PREPROCESS_SHARE * is_captured(train, layout, "moe_preprocess")
+    launches = launches + KERNEL_LAUNCHES * (apart + DISPATCH_KERNELS[options.dispatcher] * (1.0 - before))
     launches = launches + is_grouped * (GROUPED_LAUNCHES + of_adapters / 2.0) * local_experts
     bias = bias_back = np.zeros_like(copies)
     if network.bias and is_grouped:
-        weight_bytes = 4.0 if options.dispatcher == "flex" else 2.0
+        weight_bytes = 4.0 if options.dispatcher in ("flex", "hybridep") else 2.0
         bias, bias_back = (kernels.memory_seconds(each * latent * copies) for each in _BIAS_BYTES[weight_bytes])
         launches = launches + 2.0 * local_experts
+    launches = np.where(is_captured(train, layout, "moe"), GRAPH_LAUNCHES, launches)
     shares = {1.0, options.dispatch_share, options.combine_gradient_share}
-    exchange = {
-        share: options.expert_imbalance * expert_dispatch(network, train, layout, costs, share) for share in shares
-    }
+    exchange = {share: load * expert_dispatch(network, train, layout, costs, share) for share in shares}
     sent, returned = (exchange[1.0] + exchange[s] for s in (options.dispatch_share, options.combine_gradient_share))
 
     element = norm + 2.0 * permute + sorts + residual + activation + bias
@@ -107,8 +125,8 @@ def _shared_expert_block(
     up, down = (product_time(train, layout, costs, each) for each in described)
     products = up + down
     activation, back = activation_seconds(train, network, costs.kernels, train.value_bytes * width * tokens)
-    launches = np.full_like(tokens, MOE_LAUNCHES[train.transformer_engine][2])
-    launches = launches + adapter_launches(train, *linears(described))
+    kernels = EXPERT_LAUNCHES[train.transformer_engine] + adapter_launches(train, described)
+    launches = np.where(is_captured(train, layout, "moe", "moe_router"), 0.0, kernels)
     forward = Seconds.from_compute(products.forward + activation, tensor=tp.forward, launches=launches)
     backward = Seconds.from_compute(products.input_gradient + back, tensor=tp.backward(up), launches=2.0 * launches)
     is_recomputed = train.options.recompute_modules & {"shared_experts", "moe"}

@@ -1,5 +1,6 @@
 """Time of one layer for one micro-batch, dense or with experts: kernels and collectives, forward and backward."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import add
@@ -8,16 +9,18 @@ import numpy as np
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.indexer import Indexer
 from flagcore_models.mixers.latent_attention import LatentAttention
+from flagcore_models.mixers.mamba import Mamba
+from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_models.networks.experts import Experts
 
 from flagcore.contracts import AttentionShape, Costs
-from flagcore.domain.model import Layer, Mixer, Network, Part
+from flagcore.domain.model import Layer, Mixer, Network, Part, Product
 from flagcore.domain.space import FloatArray
-from flagcore_training.adapters import linears
 from flagcore_training.layout import Layout, Training
 from flagcore_training.lengths import attention_length, one_by_one
 from flagcore_training.time.experts import moe_block
 from flagcore_training.time.passes import (
+    GRAPH_LAUNCHES,
     Block,
     Linear,
     Seconds,
@@ -25,6 +28,7 @@ from flagcore_training.time.passes import (
     activation_seconds,
     collective,
     context_collective,
+    is_captured,
     linear,
     norm_and_residual,
     norm_seconds,
@@ -37,6 +41,11 @@ LAUNCHES = {True: (50.0, 27.0), False: (103.0, 55.0)}
 
 Each includes the norm and the residual sum. Backward launches twice as many. Fitted to step times that did not depend
 on sizes: one published sweep and four measured ranks."""
+
+LINEAR_LAUNCHES = {True: 11.5, False: 14.0}
+"""Launches of one more linear layer, with and without transformer-engine's: half of what an FFN has besides its
+activation function and its residual sum, four kernels. megatron-core's own layer took 0.26 of the host's time of an FFN
+with its norm (timed with torch on a CPU, on which attention took 1.8 times as long as an FFN, as in `LAUNCHES`)."""
 
 REPEATED_LAUNCHES = 0.35
 """Kernels of one recomputed module of attention, as a share of all kernels of attention. Fitted like `LAUNCHES`."""
@@ -110,8 +119,7 @@ def mixer_block(mixer: Mixer, train: Training, layout: Layout, costs: Costs, tp:
     core_back = kernels.memory_seconds(traffic * mixer.moved_back) + CORE_BACKWARD * arithmetic
     payload = unit * width * tokens / tensor
     exchange = collective(costs, "all_to_all", payload, layout.context, tensor) * (layout.context > 1.0)
-    launches = np.full_like(tensor, LAUNCHES[train.transformer_engine][0])
-    launches = launches + adapter_launches(train, *linears(described))
+    launches = _launches(train, layout, 0, "mamba" if isinstance(mixer, Mamba | Mamba2) else "attn", described)
     forward = Seconds.from_compute(
         products.forward + core + norm + residual, tensor=tp.forward, context=exchange, launches=launches
     )
@@ -123,6 +131,17 @@ def mixer_block(mixer: Mixer, train: Training, layout: Layout, costs: Costs, tp:
     )
     repeated = norm if "layernorm" in train.options.recompute_modules else np.zeros_like(norm)
     return Block(forward, backward, products.weight_gradient, Seconds.from_compute(repeated))
+
+
+def _launches(train: Training, layout: Layout, kind: int, part: str, products: Sequence[Product]) -> FloatArray:
+    """Return the launches of the forward pass of a mixer (`kind` 0) or an FFN (1), the `part` of graphs.
+
+    A linear layer has one or more kernels. Compressed queries and keys have one each.
+    """
+    linears = len(products) + sum(each.name == "compression" and len(each.joined) > 1 for each in products)
+    launches = LAUNCHES[train.transformer_engine][kind] + (linears - 2) * LINEAR_LAUNCHES[train.transformer_engine]
+    launches = launches + adapter_launches(train, products)
+    return np.where(is_captured(train, layout, part), GRAPH_LAUNCHES, launches)
 
 
 SQUARE = 8192.0
@@ -154,13 +173,12 @@ def attention_block(mixer: Attention, train: Training, layout: Layout, costs: Co
     ring_back = np.maximum((1.0 + is_ring) * ring - overlap * core_back, 0.0)
     element = norm + rotation + residual
     element_back = norm_back + rotation_back + residual
-    launches = np.full_like(layout.tensor, LAUNCHES[train.transformer_engine][0])
-    launches = launches + adapter_launches(train, *linears(mixer.products(train.model.hidden_size)))
+    launches = _launches(train, layout, 0, "attn", mixer.products(train.model.hidden_size))
     is_a2a = train.transformer_engine and "a2a" in train.options.cp_comm
     chunks = is_a2a * (layout.context > 1.0) * 2.0 * layout.context * sequences
     rotations = is_apart * np.maximum(sequences, 1.0)
     more, more_back = (
-        rotate * rotations + reorder * chunks
+        (rotate * rotations + reorder * chunks) * ~is_captured(train, layout, "attn")
         for rotate, reorder in zip(ROTATION_LAUNCHES, REORDER_LAUNCHES, strict=True)
     )
     forward = Seconds.from_compute(
@@ -187,8 +205,7 @@ def ffn_block(network: Network, train: Training, layout: Layout, costs: Costs, t
     products = up + down
     norm, norm_back, residual = norm_and_residual(train, layout, costs)
     activation, activation_back = activation_seconds(train, network, costs.kernels, train.value_bytes * width * tokens)
-    launches = np.full_like(tokens, LAUNCHES[train.transformer_engine][1])
-    launches = launches + adapter_launches(train, *linears(described))
+    launches = _launches(train, layout, 1, "mlp", described)
     forward = Seconds.from_compute(
         products.forward + norm + activation + residual, tensor=tp.forward, launches=launches
     )

@@ -9,9 +9,9 @@ from flagcore_models.mixers.latent_attention import LatentAttention
 
 from flagcore.contracts import CollectiveCosts, Costs
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore_training.adapters import BASE_BYTES
+from flagcore_training.adapters import base_bytes
 from flagcore_training.kinds import layer_kinds
-from flagcore_training.layout import Layout, Training
+from flagcore_training.layout import WHOLE_STEP, Layout, Training
 from flagcore_training.stages import Stage
 from flagcore_training.time.passes import StageTime, as_integers
 
@@ -106,8 +106,8 @@ def optimizer_time(
     own_tensors = tensors / shards + expert_tensors / expert_shards
     launches = np.where(is_sharded, SHARDED_LAUNCHES, STATE_LAUNCHES) * own_tensors
     launches = launches + STEP_LAUNCHES + EXPERT_STEP_LAUNCHES * (experts is not None)
-    launch_share = 0.0 if train.options.cuda_graph == "iteration" else 1.0
-    return costs.kernels.memory_seconds(traffic) + transfer_s + launches * costs.kernels.launch_seconds() * launch_share
+    host = costs.kernels.launch_seconds() * (train.options.graphs != WHOLE_STEP)
+    return costs.kernels.memory_seconds(traffic) + transfer_s + launches * host
 
 
 def gradient_time(
@@ -129,27 +129,26 @@ def gradient_time(
     options = train.options
     # Of 8-bit formats, mxfp8 is gathered in 16 bits and quantised afterwards (megatron-core 0.16,
     # `reuse_grad_buf_for_mxfp8_param_ag`).
-    adapter = options.adapter
     weight_bytes = 1.0 if options.fp8_param_gather and train.precision != "mxfp8" else float(train.value_bytes)
-    if adapter and adapter.base and options.fsdp:
-        weight_bytes = BASE_BYTES[adapter.base]
     reduce_s, gather_s, scatter_s, share = (np.zeros_like(layout.data) for _ in range(4))
     kinds = [(layout.data * layout.context, layout.tensor)]
     if experts_of(train.model) is not None:
         kinds.append((layout.expert_replicas(), layout.expert * layout.expert_tensor))
+    is_sharded = np.full_like(layout.data, options.shares("states")) if options.fsdp else layout.sharded_optimizer
     for index, (ranks, stride) in enumerate(kinds):
         ring = (as_integers(ranks), as_integers(stride))
         gradients, gathered = options.grad_bytes * trained[index], (params if options.fsdp else trained)[index]
         all_reduce_s = collectives.seconds("all_reduce", gradients, *ring)
         reduce_scatter_s = collectives.seconds("reduce_scatter", gradients, *ring)
-        reduce_s = reduce_s + np.where(layout.sharded_optimizer > 0, reduce_scatter_s, all_reduce_s)
+        reduce_s = reduce_s + np.where(is_sharded, reduce_scatter_s, all_reduce_s)
         scatter_s = scatter_s + reduce_scatter_s
-        weights = collectives.seconds("all_gather", weight_bytes * gathered, *ring)
-        gather_s = gather_s + weights * np.maximum(layout.sharded_optimizer, float(options.fsdp))
+        base = base_bytes(options.adapter, weight_bytes, options.peft, experts=index > 0)
+        weights = collectives.seconds("all_gather", (base if options.fsdp else weight_bytes) * gathered, *ring)
+        gather_s = gather_s + weights * is_sharded
         share = np.maximum(share, collectives.compute_share(*ring))
-    if options.fsdp:
+    if options.shares("weights"):
         return layout.microbatches * _exposed(2.0 * gather_s + scatter_s, stage.busy, share)
-    if options.shard_gradients:
+    if options.shard_gradients or options.shares("gradients"):
         reduce_s = layout.microbatches * _exposed(scatter_s, stage.backward.total + stage.weight, share)
     elif options.overlap_grad_reduce:
         reduce_s = _exposed(reduce_s, stage.backward.total + stage.weight, share)

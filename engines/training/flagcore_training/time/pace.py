@@ -107,7 +107,7 @@ class Pace:
             first = first + _Work(*seconds, none, none)
         once_s = is_trained * (2.0 * one_pass - two_passes)[index]
         found = _Parts(layer, leading, first, last, mtp, once_s, recomputed_layers(layout))
-        return cls(found, *host_of(train, layout, costs))
+        return cls(found, *host_of(train, costs))
 
     def __getitem__(self, rows: IntArray) -> Pace:
         every = self.host, self.forward_lag, self.lag

@@ -12,10 +12,10 @@ from flagcore_models.networks.experts import Experts
 
 from flagcore.contracts import CollectiveCosts, Costs, KernelCosts
 from flagcore.domain.model import Network
-from flagcore.domain.schedule import SCHEDULES
-from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore_training.adapters import has_adapter
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training
+from flagcore_training.schedules import SCHEDULES
 from flagcore_training.stages import layer_input_bytes
 
 ACTIVATION_PASSES = {
@@ -29,6 +29,17 @@ ACTIVATION_PASSES = {
 The keys are whether it is one kernel and whether it is gated. The values for one kernel are counted. The values for
 several kernels are fitted to 12 measured ranks (gated; 10 and 32 without any fusion); those without a gate are
 proportional."""
+
+
+GRAPH_LAUNCHES = 2.0
+"""Launches of a part of a layer that is a CUDA graph: the copy of its input, and the graph (transformer-engine 2.20
+`graph.py`, `Graphed`)."""
+
+
+def is_captured(train: Training, layout: Layout, *parts: str) -> BoolArray:
+    """Return whether a CUDA graph launches one of `parts`, for each candidate. Graphs exclude full recompute."""
+    captured: BoolArray = (layout.uniform + layout.block == 0.0) & bool(train.options.graphs.intersection(parts))
+    return captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +255,7 @@ def expert_dispatch(network: Experts, train: Training, layout: Layout, costs: Co
     )
     copies = sent = np.full_like(ranks, float(network.chosen))
     near = ranks
-    if options.dispatcher == "flex":
+    if options.dispatcher in ("flex", "hybridep"):
         near = np.minimum(ranks, np.maximum(np.floor(options.linked_devices / stride), 1.0))
         sent, copies = (_distinct(network, n) for n in (ranks / near, ranks))
     dispatch = collective(costs, "all_to_all", copies * tokens, near, stride)

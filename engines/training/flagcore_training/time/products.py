@@ -3,12 +3,14 @@
 Linear layers with frozen weights have no gradients, but adapters have small products beside them.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from flagcore.contracts import Costs, KernelCosts
 from flagcore.domain.model import Product
 from flagcore.domain.space import FloatArray
-from flagcore_training.adapters import BASE_BYTES, Outer, chosen
+from flagcore_training.adapters import base_bytes, beside_of
 from flagcore_training.layout import Layout, Training
 from flagcore_training.time.passes import Linear, linear
 
@@ -23,24 +25,32 @@ the scale, the sum and the norm of the whole matrix (arXiv 2402.09353). The norm
 
 
 def adapted(
-    train: Training, kernels: KernelCosts, precision: str, tokens: FloatArray, inner: FloatArray | float, outer: Outer
+    train: Training,
+    kernels: KernelCosts,
+    precision: str,
+    tokens: FloatArray,
+    product: Product,
+    ranks: FloatArray | float,
 ) -> Linear:
-    """Return the time of a linear layer with `inner` inputs, and of its adapter if one is trained.
+    """Return the time of a product that `ranks` divide, and of the adapters beside it if some are trained.
 
     The gradients of an adapter are part of those of the input. Quantized weights are converted before each product.
     """
-    base, adapter = linear(kernels, tokens, inner, sum(outer.values()), precision), train.options.adapter
+    inner = product.inputs / (ranks if product.split == "inputs" else 1.0)
+    outer_ranks = ranks if product.split == "outputs" else 1.0
+    outputs, adapter = product.outputs / outer_ranks, train.options.adapter
+    base, unit = linear(kernels, tokens, inner, outputs, precision), float(train.value_bytes)
     if adapter is None:
         return base
-    unit, whole, found = float(train.value_bytes), inner * sum(outer.values()), _chosen(train, outer)
     forward, backward = base.forward, base.input_gradient
-    if adapter.base:
-        converted = kernels.memory_seconds((BASE_BYTES[adapter.base] + unit) * whole * np.ones_like(tokens))
+    stored = base_bytes(adapter, unit, train.options.peft, experts=product.component == "experts")
+    if stored != unit:
+        converted = kernels.memory_seconds((stored + unit) * inner * outputs * np.ones_like(tokens))
         forward, backward = forward + converted, backward + converted
-    if found:
-        width = sum(found)
-        low = linear(kernels, tokens, inner, len(found) * float(adapter.rank), train.unquantised)
-        high = linear(kernels, tokens, float(adapter.rank), width, train.unquantised)
+    if found := beside_of(train, product):
+        width = sum(each for _rank, each in found) / outer_ranks
+        low = linear(kernels, tokens, inner, float(sum(rank for rank, _width in found)), train.unquantised)
+        high = linear(kernels, tokens, float(found[0][0]), width, train.unquantised)
         size, inputs = unit * tokens * width, unit * tokens * inner
         gradients = low.input_gradient + high.input_gradient + low.weight_gradient + high.weight_gradient
         more = 0.0
@@ -54,13 +64,9 @@ def adapted(
     return Linear(forward, backward, 0.0 * base.weight_gradient)
 
 
-def adapter_launches(train: Training, *products: tuple[object, Outer]) -> float:
-    """Return the kernels that adapters beside these linear layers add to a forward pass."""
-    return LAUNCHES * sum(len(_chosen(train, outer)) for _, outer in products)
-
-
-def _chosen(train: Training, outer: Outer) -> list[FloatArray | float]:
-    return chosen(train.options.adapter, outer, joint=train.options.joint_adapters)
+def adapter_launches(train: Training, products: Iterable[Product]) -> float:
+    """Return the kernels that adapters beside these products add to a forward pass."""
+    return LAUNCHES * sum(len(beside_of(train, each)) for each in products)
 
 
 _MODULES = {"qkv_proj": "attention", "out_proj": "attention", "mixers": "mixer_output"}
@@ -83,10 +89,9 @@ def product_time(
     ranks = layout.tensor if ranks is None else ranks
     if rows is None:
         rows = layout.tokens(train.sequence) if product.split else layout.token_rows(train.sequence)
-    inner = product.inputs / (ranks if product.split == "inputs" else 1.0)
     if not product.adapts:
         precision = train.precision_of("latent") if product.name == "latent" else train.unquantised
+        inner = product.inputs / (ranks if product.split == "inputs" else 1.0)
         return linear(costs.kernels, rows, inner, float(product.outputs), precision)
-    outer = {each.name: each.width / (ranks if product.split == "outputs" else 1.0) for each in product.layers}
     module = "" if product.component == "mixers" and product.split != "inputs" else product.component
-    return adapted(train, costs.kernels, train.precision_of(_MODULES.get(module, "")), rows, inner, outer)
+    return adapted(train, costs.kernels, train.precision_of(_MODULES.get(module, "")), rows, product, ranks)

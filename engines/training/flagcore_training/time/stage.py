@@ -13,7 +13,7 @@ from flagcore_models.layers import depth_layer, experts_of
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_training.kinds import layer_kinds
-from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, distinct
+from flagcore_training.layout import WHOLE_STEP, ArrayRecord, Layout, StageGroups, Training, distinct
 from flagcore_training.lengths import in_time, one_by_one
 from flagcore_training.memory.stored_activations import offloaded_bytes
 from flagcore_training.stages import Stage
@@ -44,12 +44,10 @@ LAYER_COUNTS = ("tensor", "context", "micro_batch", "sequence_parallel", "expert
 MIN_SECONDS = 1e-9
 """Minimum seconds of a stage. It avoids a division by zero for stages without layers."""
 
-LAUNCH_SHARE = {"": 1.0, "layer": 0.4, "iteration": 0.0}
-"""Share of kernels that the host still launches one by one, by the part of a step that one graph launches. An
-estimate."""
+RECOMPUTED_LAYERS = ("uniform", "block")
+"""Fields of a layout that `LAYER_COUNTS` lack if parts of layers are graphs, which full recompute excludes."""
 
-
-DEPENDS_ON = (*LAYER_COUNTS, "virtual", "selective", "uniform", "block")
+DEPENDS_ON = (*LAYER_COUNTS, "virtual", "selective", *RECOMPUTED_LAYERS)
 """Fields of a layout that determine the seconds of its stages, apart from their numbers of layers."""
 
 
@@ -85,7 +83,8 @@ class Blocks:
     @classmethod
     def from_layout(cls, train: Training, layout: Layout, costs: Costs) -> Blocks:
         layouts = StageGroups.from_layout(layout, costs).layouts  # counts are integers before `in_time`
-        distinct_rows = [distinct([getattr(each, name) for name in LAYER_COUNTS]) for each in layouts]
+        names = (*LAYER_COUNTS, *RECOMPUTED_LAYERS[: 2 * bool(train.options.graphs)])
+        distinct_rows = [distinct([getattr(each, name) for name in names]) for each in layouts]
         combinations = tuple(in_time(train, each[rows]) for each, (rows, _) in zip(layouts, distinct_rows, strict=True))
         parts = tuple(_parts(train, each, group) for each, group in zip(combinations, costs.groups, strict=True))
         return cls(combinations, tuple(index for _, index in distinct_rows), parts)
@@ -195,7 +194,7 @@ def stage_time(
     weight = total.weight + summing_seconds(train, costs, work.summed)
     if train.options.adapter:
         weight = np.zeros_like(weight)
-    forward, backward, (host, *lags) = total.forward, total.backward, host_of(train, layout, costs)
+    forward, backward, (host, *lags) = total.forward, total.backward, host_of(train, costs)
     busy = (backward + Seconds.from_compute(weight)).total
     forward = forward + Seconds.from_compute(launch_wait(forward.total, forward.launches, host, lags[0]))
     backward = backward + Seconds.from_compute(launch_wait(busy, backward.launches, host, lags[1]))
@@ -220,17 +219,13 @@ def recomputed_share(recomputed: FloatArray, layers: FloatArray) -> FloatArray:
     return share
 
 
-def host_of(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray | float, float, float]:
+def host_of(train: Training, costs: Costs) -> tuple[float, float, float]:
     """Return the seconds that the host needs for one kernel launch, and the exponents of `launch_wait` for forward and
     backward.
 
-    Graphs of layers exclude full recompute. The lengths of sequences are read in forward only.
+    The lengths of sequences are read in forward only.
     """
-    host: FloatArray | float = costs.kernels.launch_seconds()
-    if train.options.cuda_graph == "layer":
-        host = np.where(layout.uniform + layout.block > 0.0, host, host * LAUNCH_SHARE["layer"])
-    else:
-        host *= LAUNCH_SHARE[train.options.cuda_graph]
+    host = costs.kernels.launch_seconds() * (train.options.graphs != WHOLE_STEP)
     backward = WAITING_NORM if experts_of(train.model) is not None and train.transformer_engine else LAUNCH_NORM
     forward = WAITING_NORM if one_by_one(train) and not train.options.rope_fusion else backward
     return (host, 1.0, 1.0) if costs.synchronous else (host, forward, backward)

@@ -14,6 +14,7 @@ from flagcore.physics.roofline import with_slowdown
 from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, pick
 from flagcore_training.lengths import in_time, slowest
 from flagcore_training.memory.states import split_parameters, trained_parts
+from flagcore_training.schedules import SCHEDULES
 from flagcore_training.stages import Stage, stage, stages
 from flagcore_training.time.optimizer import gradient_time, optimizer_time, reduction
 from flagcore_training.time.passes import StageTime
@@ -73,7 +74,7 @@ def step_time(
         "dp_comm_exposed_s": np.zeros_like(m),
         "optimizer_s": np.maximum.reduce([each.optimizer_s for each in timed]),
     }
-    wait = replica_wait(train, *given, time_s, plain=time_s, each_micro_batch=train.options.fsdp)
+    wait = replica_wait(train, *given, time_s, plain=time_s, each_micro_batch=train.options.shares("gradients"))
     longest = 1.0 + wait / on_replica(time_s)
     gradients_s = []
     for number, (mesh, group) in enumerate(zip(placement.layouts, groups, strict=True)):
@@ -144,13 +145,14 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
     send = float(sends_s[0]) if count > 1 else 0.0
     if not np.isfinite([*forward, *backward, send]).all():
         return None
+    schedule = train.options.schedule or "interleaved"
     return Passes(
-        schedule=train.options.schedule or "interleaved",
+        schedule=schedule,
         microbatches=int(layout.microbatches[0]),
         virtual=int(layout.virtual[0]),
         forward_s=forward,
         backward_s=backward,
-        weight_s=tuple(float(time.weight[0]) for time in times),
+        weight_s=tuple(float(time.weight[0]) for time in times if SCHEDULES[schedule].splits_backward),
         paired_s=tuple(float(each[0]) for each in overlapped_passes(train, times)),
         send_s=send,
         sender_waits=bool(waits[0]),

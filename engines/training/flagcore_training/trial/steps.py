@@ -66,6 +66,7 @@ def timed_steps(
     If the steps would not end before `job.ends_at`, there are fewer of them, but at least MIN_STEPS.
     """
     number, planned, times, clock = 0, job.train.train_iters, list[float](), rank_device.clock
+    initial = _checksum(optimizer)
     while number < planned:
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE if number else 0.0
@@ -98,6 +99,14 @@ def timed_steps(
         if number == 0 and rank_device.needs_memory_step:
             memory_step(batch)
         number += 1
+    if number > 1 and _checksum(optimizer) == initial != 0.0:  # the first step has a learning rate of 0
+        raise RuntimeError(f"wrong answers: the parameters of rank {dist.get_rank()} stay constant in {number} steps")
+
+
+def _checksum(optimizer: Any) -> float:
+    """Return the sum of the parameters that the optimizer of this rank changes."""
+    groups = optimizer.param_groups
+    return math.fsum(float(each.detach().sum(dtype=torch.float64)) for group in groups for each in group["params"])
 
 
 def _synchronize(rank_device: RankDevice) -> float:
@@ -114,10 +123,14 @@ def _if_finite(value: Any) -> float | None:
 def token_rows(train: Train, vocabulary: int, first: int, count: int) -> torch.Tensor:
     """Return the sequences `first` to `first + count - 1` of seq_length + 1 tokens, numbered over all steps.
 
+    The second step has those of the first one in the opposite order: see `flagcore_training.answers`.
+
     Small tokens are more frequent, so the loss can decrease.
     """
     rows = []
     for number in range(first, first + count):
+        if number // train.global_batch_size == 1:
+            number = 2 * train.global_batch_size - 1 - number
         generator = torch.Generator().manual_seed(((train.seed << 32) + number) % 2**63)
         share = torch.rand(train.seq_length + 1, generator=generator) ** 3
         rows.append((share * vocabulary).long().clamp_(max=vocabulary - 1))

@@ -68,6 +68,7 @@ def test_a_tune_goes_on_in_another_allocation_of_slurm(loss: str, project: Proje
     check_kept_once(project.run_dir, result)
 
 
+@pytest.mark.costly
 def test_secrets_stay_secret_and_agents_listen_on_no_port(project: Project) -> None:
     bed = project.bed
     before = {host: bed.listening(host) for host in bed.names}
@@ -143,7 +144,7 @@ OWN = ["torchrun", "--nproc-per-node", "2", "train.py", "{flags}"]
         (3, {"train": TRAIN}),
         (2, {"train": {**TRAIN, "command": OWN}}),
         (1, {"serve": SERVE}),
-        (1, {"cluster": {"groups": [{**MIXED, "chip": chip} for chip in ("C550", "A800-80GB")]}, "train": TRAIN}),
+        (1, {"cluster": {"groups": [{**MIXED, "chip": chip} for chip in ("H20", "A800-80GB")]}, "train": TRAIN}),
     ],
 )
 def test_sbatch_accepts_an_exported_script(bed: Bed, nodes: int, work: dict[str, Any], tmp_path: Path) -> None:

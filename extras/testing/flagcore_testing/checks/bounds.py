@@ -14,6 +14,7 @@ from flagcore_testing.kit import Problem
 
 BANDWIDTH, LINK, NIC = "memory_bandwidth_bytes_per_second", "link.bytes_per_second", "nic_bytes_per_second"
 HOST, PEAK, WATTS, MEMORY = "host_bytes_per_second", "dense_flops_per_second.", "tdp_watts", "memory_bytes"
+USABLE = "usable_bytes"
 BF16, FP16, FP32, TF32, FP8, INT8 = (f"{PEAK}{name}" for name in ("bf16", "fp16", "fp32", "tf32", "fp8", "int8"))
 ACCELERATOR_BANDWIDTH = 1e11
 """Memory bandwidth in bytes per second above which a chip is an accelerator."""
@@ -89,7 +90,7 @@ HALVES = ", although it has half the bits"
 EMULATED = "emulated"
 RATIOS = (
     Bound(FP8, 0.999, SPARSE, DENSE_PEAK, BF16, "emulated|more than four"),
-    Bound(PEAK + "fp4", 0.999, SPARSE, DENSE_PEAK, FP8, "emulated|more than four"),
+    Bound(PEAK + "fp4", 0.999, SPARSE, DENSE_PEAK, FP8, "emulated|more than four|half the rate"),
     Bound(FP32, 0.999, inf, DENSE_PEAK, PEAK + "fp64", EMULATED),
     Bound(TF32, 0.999, inf, DENSE_PEAK, FP32, EMULATED),
     *(Bound(peak, 1.6, SPARSE, DENSE_PEAK, TF32, EMULATED) for peak in (BF16, FP16)),
@@ -110,6 +111,7 @@ RATIOS = (
 """Ratios of the figures of any chip. The narrower format of two is never slower, because it moves fewer bytes."""
 OF_ACCELERATORS = (
     *(Bound(peak, 25, inf, OF_MEMORY, BANDWIDTH, why=FEW) for peak in (BF16, FP16)),
+    Bound(USABLE, 0.9, 1, "give the memory that programs see, in bytes", MEMORY),
     Bound(MEMORY, 0.012, 0.5, OF_MEMORY, BANDWIDTH, why=", the seconds to read the whole memory"),
     *(Bound(peak, 2e11, 5e12, ONE_UNIT, WATTS, EMULATED) for peak in (BF16, FP16)),
     Bound(BANDWIDTH, 1e9, 1.6e10, ONE_UNIT, WATTS, EMULATED),

@@ -137,7 +137,9 @@ def resources_are_the_vendors(plugin: Subject) -> Problems:
                 fix = "write the name as other plugins do: chips are connected by a library that both name"
                 yield Problem(f"engines.yaml: {kind}.cross_vendor_libraries has {name!r}, others have {meant!r}", fix)
         for resource in [each.kubernetes] if each.kubernetes else []:
+            unread = [name for name in resource.chips.values() if not RESOURCE.fullmatch(name)]
             yield from wrong(
+                (unread, f"chips has {unread}", "write the domain of the vendor, and the resource"),
                 (resource.counts == "cards" and most == 1, "counts = 'cards', but each card has one device",
                  "remove counts, or give the chips devices_per_card"),
                 (not RESOURCE.fullmatch(resource.name), f"name = {resource.name!r}",

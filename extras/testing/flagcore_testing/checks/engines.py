@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from flagcore.domain.chip import Chip, Support
 from flagcore.domain.engine import JOB_KEYS, SHARED_PREFIXES, EngineSupport, ForcedSetting, RefusedValues, ValueRule
-from flagcore.domain.knob import WHOLE_STEP, Effect, Factor, Knob
+from flagcore.domain.knob import ANSWERS, WHOLE_STEP, Effect, Factor, Knob
 from flagcore.domain.prediction import PART_NAMES
 from flagcore.domain.spec import PRECISIONS
 from flagcore.errors import SpecError
@@ -148,7 +148,7 @@ def advice_on_tasks_is_complete(plugin: Subject) -> Problems:
             yield from wrong(
                 (flag != each.setting and "_" in flag, f"{each.setting} is not the name of a flag",
                  f"write it with dashes: {PREFIX}{flag.replace('_', '-')}"),
-                (not (each.reason.strip() and each.setting.startswith(SHARED_PREFIXES)),
+                (not (each.reason.strip() and each.setting.startswith((*SHARED_PREFIXES, "precision"))),
                  f"{each.setting!r} lacks a reason, or begins with none of {PREFIXES}", "give a reason and a setting"),
                 where=f"{location}: ",
             )  # fmt: skip
@@ -342,6 +342,7 @@ def knobs_are_complete(chip: Chip, engine: str, knob: Knob) -> Problems:
         (knob.name in names, " is already one of its knobs", "rename it, for example with the vendor as prefix"),
         (any(factor.value != 1.0 and factor.low == factor.high for factor in factors),
          " scales the time or the memory without an interval", "give low and high, the ends of an 80% interval"),
+        (knob.answers not in ANSWERS, f" has answers {knob.answers!r}", f"use one of {', '.join(ANSWERS)}"),
         (wide, f" has the factor {[*wide, 0.0][0]:g}", "give a ratio: 8% less time are 0.92"),
         (is_free, " has factors without a source",
          "add effect: {kind: estimated, method: WHY}, or the source of these figures"),

@@ -37,17 +37,20 @@ from flagcore_vendorkit.fields import build, read_yaml
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.knob import Effect
-from flagcore_testing.checks.bounds import BANDWIDTH, HOST, LINK, MEMORY, NIC, PEAK, WATTS
+from flagcore_testing.checks.bounds import BANDWIDTH, HOST, LINK, MEMORY, NIC, PEAK, USABLE, WATTS
 from flagcore_testing.checks.detector import detector_of
 from flagcore_testing.kit import Problem, Problems, Subject, check, need
 
 FILE = "tests/facts.yaml"
 KEYS = {MEMORY: "memory", BANDWIDTH: "bandwidth", LINK: "link", HOST: "host", NIC: "nic", WATTS: "power"}
+KEYS[USABLE] = "usable"
 """The keys of the file, by those of a chip's figures. Peaks have the name of their format."""
 COUNTS = {"node": "devices_per_node", "card": "devices_per_card", "domain": "link.domain_size"}
 RATE = {"TB/s": 1e12, "GB/s": 1e9, "MB/s": 1e6, "Tb/s": 0.125e12, "Gb/s": 0.125e9}
+BYTES = {"MiB": 2.0**20, "MB": 2.0**20, "GiB": 2.0**30, "GB": 2.0**30, "TB": 2.0**40}
 UNITS = {
-    "memory": {"MiB": 2.0**20, "MB": 2.0**20, "GiB": 2.0**30, "GB": 2.0**30, "TB": 2.0**40},
+    "memory": BYTES,
+    "usable": BYTES,
     "power": {"W": 1.0, "kW": 1e3},
     **dict.fromkeys(("bandwidth", "link", "host", "nic"), RATE),
 }
@@ -146,7 +149,8 @@ def _value(key: str, text: str, chip: Chip) -> float:
 
 def _example(key: str) -> str:
     examples = {"memory": "64 GB", "power": "400 W", "link": "400 GB/s both ways mesh", "host": "PCIe 5.0 x16"}
-    return examples.get(key, "200 Gb/s" if key == "nic" else "1.6 TB/s" if key == "bandwidth" else "300 TFLOP/s dense")
+    examples |= {"usable": "63.4 GiB", "nic": "200 Gb/s", "bandwidth": "1.6 TB/s"}
+    return examples.get(key, "300 TFLOP/s dense")
 
 
 @check(f"read the vendor's files again, and correct the name or value, or its second entry in {FILE}")

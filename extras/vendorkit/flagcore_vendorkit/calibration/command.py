@@ -19,7 +19,7 @@ def _finite(context: click.Context, option: click.Parameter, value: float | None
 @click.command("calibrate")
 @click.option(
     "--seconds",
-    type=click.FloatRange(5.0, 3600.0),
+    type=options.Seconds(5.0, 3600.0),
     callback=_finite,
     help=N_("Approximate duration [default: 90, or 600 with --collectives]."),
 )

@@ -21,11 +21,10 @@ from flagcore.api.inputs import loaded_plugins
 from flagcore.api.notes import warn
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.engine import EngineSupport, device_variables
-from flagcore.domain.launch import Launch
+from flagcore.domain.launch import Launch, log_tail
 from flagcore.errors import Interrupted, NoDevice, RunError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import benchmark, target
-from flagcore.report.run import tail
 from flagcore_vendorkit.calibration.overlay import VENDOR, busy, facts_of
 from flagcore_vendorkit.calibration.store import Calibration, Calibrations
 
@@ -96,7 +95,7 @@ def run_benchmark(name: str, job: Mapping[str, Any], environment: Mapping[str, s
         except KeyboardInterrupt:
             raise Interrupted(_("interrupted; nothing was saved")) from None
         if ended.code:
-            last_line = tail(Path(folder, "stderr.log"), Path(folder)).rpartition("\n")[2][:300]
+            last_line = log_tail(folder).rstrip().rpartition("\n")[2][:300]
             status = _("timed out") if ended.ended_by == "timeout" else _("exit status {code}", code=ended.code)
             reason = ": ".join(filter(None, [status, last_line]))
             raise RunError(_("the measurement failed: {reason}", reason=reason))

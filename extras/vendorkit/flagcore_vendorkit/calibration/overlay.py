@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flagcore.contracts import CollectiveCosts
 from flagcore.domain.chip import Chip, Device, Fact, Source, Support, normalize_name
@@ -25,9 +25,11 @@ from flagcore.plugins import LoadedPlugins, Plugin, PluginFailure
 from flagcore_vendorkit.calibration.store import Calibration, Calibrations, collective_table, kernel_table
 from flagcore_vendorkit.choices import Choice, choices
 from flagcore_vendorkit.engines import read_maturity
+from flagcore_vendorkit.kept import kept
 from flagcore_vendorkit.machine import TorchReport, query_torch
 from flagcore_vendorkit.settings import unmodelled_on_all_engines
 
+T = TypeVar("T")
 CALIBRATED = "calibration"
 """The source name of a chip that only a calibration describes."""
 
@@ -65,12 +67,8 @@ class ExtendedPlugins(LoadedPlugins):
 
     @cached_property
     def _choices(self) -> tuple[Choice, ...]:
-        """The saved choices that are better than the defaults. There are none if a file cannot be read."""
-        try:
-            return tuple(each for _file, each in choices() if each.environment)
-        except RunError as error:
-            self._warn(str(error))
-            return ()
+        """The saved choices that are better than the defaults, and can be read."""
+        return tuple(each for _file, each in choices(self._warn) if each.environment)
 
     def knobs(self, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[Knob, ...]:
         """Return the plugins' knobs, and one for each saved choice for this engine and chip. A choice comes first."""
@@ -118,6 +116,14 @@ class ExtendedPlugins(LoadedPlugins):
 
     def unlisted_chip(self) -> tuple[Chip, EngineSupport, tuple[Device, ...]] | None:
         return uncatalogued(self)
+
+    def kept(self, compute: Callable[[], T], about: Iterable[object]) -> T:
+        """Return the result of `compute`, or of an earlier command, if all plugins are installed distributions."""
+        plugins = [(each.name, each.distribution, each.version, each.package, each.hooks) for each in self.plugins]
+        if not all(each.package for each in self.plugins):
+            return compute()
+        before = self.failures
+        return kept(compute, (*about, plugins, before), lambda: self.failures == before)
 
     def _calibration(self, chip: Chip) -> Calibration | None:
         if chip.name not in self._found:

@@ -1,0 +1,36 @@
+"""What an installed engine itself says about its servers: an optional distribution asks it, without a device."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from flagcore.contracts import Platform, Problem
+from flagcore.domain.space import Candidate
+from flagcore.loading.entry_points import installed, load_checked, with_methods
+
+GROUP = "flagcore.schedules"
+"""The entry points of schedules, by the name of their engine."""
+
+
+class Schedule(ABC):
+    """Asks an installed engine. No method raises: without an answer, the search goes on as if there were none."""
+
+    @abstractmethod
+    def refusal(self, engine: Any, platform: Platform, candidate: Candidate) -> str:
+        """Return why a `ServingEngine` does not start the servers of a candidate, in its words. Empty if it does."""
+
+    @abstractmethod
+    def scheduled(self, problem: Problem) -> Problem:
+        """Return `problem` with the loads of its fastest candidates simulated by the engine's own scheduler, and
+        without those that the engine refuses."""
+
+    @abstractmethod
+    def notes(self) -> Sequence[str]:
+        """Return sentences for the user about what was asked, and about what was not answered."""
+
+
+def schedule_of(engine: str) -> Schedule | None:
+    """Return the schedule of an engine, or None if none is installed. Raises NoDevice if it cannot be used."""
+    points = installed(GROUP).get(engine)
+    return load_checked("schedule", points, partial(with_methods, Schedule)) if points else None

@@ -1,0 +1,58 @@
+"""The layers of transformers 5 beside which PEFT puts adapters. `peft.yaml` has what differs by family of models.
+
+The experts of a layer are two parameters, and no linear layers. A test compares numbers of weights with PEFT's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flagcore.domain.model import Model, Product
+from flagcore.domain.spec import Adapter
+from flagcore.spec.plain_data import package_yaml
+
+TABLE: Mapping[str, Any] = package_yaml(__package__, "peft.yaml")
+
+
+@dataclass(frozen=True, slots=True)
+class Peft:
+    """What PEFT does with the layers of a model.
+
+    `family`: the `model_type` of its config.json. Empty: not known.
+    `adapts_experts`: whether experts and routers may have adapters. Then dense networks and shared experts have none.
+    """
+
+    family: str
+    adapts_experts: bool
+
+    @classmethod
+    def of(cls, model: Model) -> Peft:
+        """Return what PEFT does with a model. One with experts of an unknown family is taken as those of most."""
+        family = model.family
+        return cls(family, model.experts > 0 and (not family or family in TABLE["experts"]))
+
+    def beside(self, adapter: Adapter, product: Product) -> list[tuple[int, int]]:
+        """Return the rank and the outputs of each adapter beside one copy of a product.
+
+        Layers that are no targets by their names have one only among all linear layers. Gate and up projection of
+        experts have one adapter of twice the rank.
+        """
+        rank, is_all, layers = adapter.rank, adapter.targets == "all-linear", product.layers
+        if product.name == "router":
+            has_adapter = self.adapts_experts or self.family in TABLE["routers"]
+            return [(rank, product.outputs)] * (is_all and has_adapter)
+        found = [each.width for each in layers if is_all or (product.adapts and each.name in adapter.targets)]
+        if product.component == "experts":
+            return [(rank * len(layers), product.outputs)] * (self.adapts_experts and len(found) == len(layers))
+        if product.component in ("ffn", "shared_experts") and self.adapts_experts:
+            found = []
+        elif product.component == "mixers" and product.split == "outputs":
+            number = TABLE["inputs"].get(self.family, 1)
+            found = [each // number for each in found for _part in range(number)]
+        elif found and product.name in TABLE["joint"].get(self.family, ()):
+            found = [product.outputs]
+        if is_all and (product.component, product.name) == ("shared_experts", "up"):
+            found += [1] * (self.family in TABLE["shared_gates"])
+        return [(rank, width) for width in found]
