@@ -6,6 +6,7 @@ Makefile and the extras. `SHOWN` maps blocks that are neither commands nor files
 """
 
 import ast
+import os
 import re
 import shlex
 import shutil
@@ -47,6 +48,8 @@ PLANNED |= {
 PLANNED |= {"my-model.yaml": ("flagcore_nvidia",), "two-kinds.yaml": ("flagcore_metax", "flagcore_nvidia")}
 PLANNED |= {"examples/train-1024-probe.yaml": ("flagcore_nvidia",)}
 """Files that plan for chips of plugins."""
+PROGRAMS = ("docs/agents.md",)
+"""Pages whose Python is a program of its own: it hands its stderr to a process, and pytest's has no descriptor."""
 NOT_RUN = {
     "flag calibrate --collectives tune.yaml": "needs a chip with variables; tests of the simulated device run it",
     "flag export runs/serve --to compose": "needs a run of servers; tests of targets write its files",
@@ -122,8 +125,14 @@ def test_script_can_be_read_by_its_shell(block: Block) -> None:
 @pytest.mark.parametrize("page", CODE)
 def test_python_of_a_page_works_in_order(page: str, folder_of: Callable[[str], Path], monkeypatch: Any) -> None:
     monkeypatch.chdir(folder_of(page))
+    blocks = [block for block in OWN_BLOCKS if block.page == page and block.language == "python"]
+    if page in PROGRAMS:
+        monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+        source = "\n".join(block.text for block in blocks)
+        subprocess.run([sys.executable, "-c", source], check=True, timeout=120, stdout=subprocess.DEVNULL)
+        return
     names: dict[str, Any] = {}
-    for block in (block for block in OWN_BLOCKS if block.page == page and block.language == "python"):
+    for block in blocks:
         exec(compile(ast.parse(block.text), str(block), "exec"), names)
     if "run" in names:
         assert names["run"].best == names["outcome"].plan.best
