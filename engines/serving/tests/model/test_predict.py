@@ -259,6 +259,11 @@ def test_releases_have_different_overheads() -> None:
     assert known["0.20.2"].iteration < known["0.19.1"].iteration
     assert known[None] == known["0.33"]
     assert not overheads_of(SGLANG.program.overheads, "0.5.9").mixes
+    assert overheads_of(VLLM.program.overheads, "atom 0.1") == VLLM.overheads_for(
+        task(engine_version="atom bf9b133e"), on_chip={"attention": 1.0}
+    )
+    assert not overheads_of(VLLM.program.overheads, "atom").mixes
+    assert overheads_of(VLLM.program.overheads, "vllm + atom").mixes
     bare = copy(VLLM)
     bare.program, bare.host_times = replace(VLLM.program, overheads={}), None
     assert overheads_of({}, "0.5.9") == bare.overheads_for(task(), on_host=True) == UNFITTED
