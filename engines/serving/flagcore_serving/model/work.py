@@ -120,6 +120,9 @@ class Overheads:
     - `frees_windows`: whether layers with sliding windows cache only the tokens in their windows.
     - `indexes_all`: whether layers that share the indexer of another layer cache index keys, too.
 
+    - `compared`: whether at least five published points of the engine on the chip were compared, so that
+      intervals are narrower though nothing was fitted.
+
     Adapters:
 
     - `adapts_tables`: whether slots also have matrices for the embedding and the head.
@@ -171,6 +174,7 @@ class Overheads:
     own_front_ends: bool = False
     frees_windows: bool = False
     indexes_all: bool = False
+    compared: bool = False
     adapts_tables: bool = False
     adapter_moves: Sequence[float] = ()
     base_takes_slot: bool = False
