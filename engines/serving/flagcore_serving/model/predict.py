@@ -302,6 +302,9 @@ def _predictions(
     static_bytes = memory.weights + memory.adapters
     engine_bytes = static_bytes + memory.activations + memory.graphs
     request_bytes = np.maximum(settings.context_len * memory.longest_token, settings.least_cache)
+    least = max(load.longest for load in context.loads) * memory.longest_token
+    least = np.minimum(request_bytes, np.maximum(memory.cache, least))
+    request_bytes = np.where(settings.fits_context, least, request_bytes)
     # If the budget is unknown, assume the cache of one request.
     cache = np.where(np.isinf(memory.cache), request_bytes, memory.cache)
     needed_bytes = engine_bytes + np.maximum(cache, request_bytes)

@@ -221,6 +221,7 @@ def test_goodput_counts_requests_that_keep_the_limits() -> None:
 
 def test_a_server_fits_if_its_cache_holds_one_request() -> None:
     assert predicted(context_len=[2048, 400_000]).fits.tolist() == [True, False]
+    assert predicted(context_len=400_000, fits_context=[True, False]).fits.tolist() == [True, False]
     assert predict(task(), settings(memory_fraction=[0.9, 0.15]), costs()).fits.tolist() == [True, False]
 
 
