@@ -205,7 +205,8 @@ def test_latent_attention_and_an_unfused_router_launch_more_kernels_and_hybridep
     latent = replace(sparse, model=replace(LATENT, num_layers=SPARSE.num_layers))
     plain = total(sparse, slow, expert=8.0)
     assert total(latent, slow, expert=8.0) > 1.1 * plain
-    for options in ({"router_fusion": True}, {"dispatcher": "flex"}, {"dispatcher": "hybridep"}):
+    fused: dict[str, Any] = {"router_fusion": True}
+    for options in (fused, {"router_loss": False}, {"dispatcher": "flex"}, {"dispatcher": "hybridep"}):
         assert (fewer := total(with_options(sparse, **options), slow, expert=8.0)) < plain
     assert fewer < total(with_options(sparse, dispatcher="flex"), slow, expert=8.0)
 
