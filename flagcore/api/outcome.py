@@ -179,7 +179,7 @@ def start_script(job: ExportJob) -> str:
     if job.nodes == 1:
         return "\n".join(["#!/bin/bash", *comments(job), *start_lines(job)]) + "\n"
     slurm: Any = plugins.launcher("slurm")
-    return next(iter(slurm.export(job, slurm.name).values()))
+    return str(next(iter(slurm.export(job, slurm.name).values())))
 
 
 def _save_secrets(launch: Launch, file: Path) -> bool:
