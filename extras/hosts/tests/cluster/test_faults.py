@@ -223,6 +223,13 @@ def losses(output: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in found}
 
 
+def ranks(bed: Bed, host: str) -> list[int]:
+    """Return the processes of torchrun and its ranks on a host, without those that ranks have forked."""
+    found = [pid for pid in bed.processes(host) if b"pretrain_gpt.py" in command(pid)]
+    starters = {pid for pid in found if b"torchrun" in command(pid)}
+    return [pid for pid in found if pid in starters or (guard.read_ids(pid) or (0,))[0] in starters]
+
+
 @pytest.mark.timeout(3600)
 @needs_megatron_lm
 @pytest.mark.parametrize("kinds", [["rank"], ["rank", "rank", "crash", "power off", "cut link"]])
@@ -263,7 +270,6 @@ def test_a_job_ends_with_all_its_steps_though_ranks_and_hosts_are_killed(
     assert start("whole").wait(1200) == 0, output("whole")[-3000:]
     job = start("killed", f"--restarts={KILLS}", *[] if is_alone else ["--spares=h3"])
     killed, undo = list[tuple[str, str]](), list[Undo]()
-    ranks = os.fsencode(f"-u\0{MEGATRON}") if is_alone else b"pretrain_gpt.py"  # torchrun is among the latter
     more = draw.randrange(6)
     while len(killed) < KILLS and job.poll() is None:
         text = output("killed")
@@ -280,7 +286,7 @@ def test_a_job_ends_with_all_its_steps_though_ranks_and_hosts_are_killed(
         killed.append((draw.choice(kinds), draw.choice(hosts)))
         kind, host = killed[-1]
         if kind == "rank":
-            os.kill(draw.choice([pid for pid in bed.processes(host) if ranks in command(pid)]), 9)
+            os.kill(draw.choice(ranks(bed, host)), signal.SIGKILL)
         undo = [FAULTS[kind](SimpleNamespace(bed=bed), host)] if kind == "cut link" else []  # type: ignore[arg-type]
         if kind in ("crash", "power off"):
             FAULTS[kind](SimpleNamespace(bed=bed), host)  # type: ignore[arg-type]
