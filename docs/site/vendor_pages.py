@@ -237,7 +237,7 @@ def _knobs(package: str, source: Callable[[Source], str]) -> Iterator[list[str]]
                 str(value).lower(),
                 f"{formula if choice.settings else ''}{_factor(choice.time)} of {choice.part}",
                 _factor(choice.memory),
-                f"`{launch_text}`" if launch_text else "unknown: for planning only",
+                f"`{launch_text}`" if launch_text else "not public: set by the vendor's build",
                 f"{each.knob.help}. {each.knob.claim} ({source(each.knob.source)})",
             ]
 

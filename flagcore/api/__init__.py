@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flagcore.api.commands.init import defaults_of, new_spec, spec_of_model
     from flagcore.api.commands.probe import Probed, probe
     from flagcore.api.commands.report import REPORT, list_runs, report, show_run
-    from flagcore.api.commands.run import run_best
+    from flagcore.api.commands.run import plan_server, run_best
     from flagcore.api.commands.tune import dry_run, tune
     from flagcore.api.inputs import RUNS, LoadedSpec, changed_spec, with_limits, with_settings
     from flagcore.api.jobs import AT_ONCE, estimate_jobs
@@ -48,7 +48,7 @@ NAMES = {
     "api.outcome": "Outcome",
     "api.commands.probe": "Probed probe",
     "api.commands.report": "REPORT list_runs report show_run",
-    "api.commands.run": "run_best",
+    "api.commands.run": "plan_server run_best",
     "api.runs": "Run load_run",
     "api.commands.tune": "dry_run tune",
     "report.candidate_report": "CandidateReport Comparison",

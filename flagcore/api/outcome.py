@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flagcore import plugins
 from flagcore.contracts import ExportJob, Problem
 from flagcore.contracts.exchange import comments
 from flagcore.domain.files import writable, write
@@ -23,7 +24,7 @@ from flagcore.domain.spec import is_rate
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.errors import NoDevice, UsageError
 from flagcore.i18n import N_, _, printable
-from flagcore.launchers.script import job_name, start_lines, start_script
+from flagcore.launchers.script import job_name, start_lines
 from flagcore.report.formats import Notebook, as_yaml, hardware_text
 from flagcore.report.result import Result
 from flagcore.report.run import RunData, json_file
@@ -171,6 +172,14 @@ def _start_script(plan: Plan, launch: Launch, problem: Problem, run_dir: Path) -
     lines = [*secrets, *start_lines(job, several="--nnodes={nnodes}" in launch.argv, names=names)]
     here = [HERE] if "${here}" in "".join(lines) else []
     return "\n".join(["#!/bin/sh", *comments(job), *here, *lines]) + "\n"
+
+
+def start_script(job: ExportJob) -> str:
+    """Return a script that starts a job: that of Slurm on several nodes, which also starts the job on each of them."""
+    if job.nodes == 1:
+        return "\n".join(["#!/bin/bash", *comments(job), *start_lines(job)]) + "\n"
+    slurm: Any = plugins.launcher("slurm")
+    return str(next(iter(slurm.export(job, slurm.name).values())))
 
 
 def _save_secrets(launch: Launch, file: Path) -> bool:

@@ -126,19 +126,34 @@ def _show_dry_run(spec: Any, form: str, given: dict[str, Any]) -> None:
 
 
 @click.command("run")
-@click.argument("run", type=click.Path())
+@click.argument("run", type=click.Path(), metavar="RUN|MODEL")
 @click.option("--port", type=click.IntRange(1, 65000), help="Port of the servers [default: 8000].")
 @click.option("--dry-run", is_flag=True, help="Print the script that would start, and start nothing.")
+@click.option("--restarts", type=click.IntRange(0, 1000), default=0, help="Start training again after failures.")
+@click.option("--spares", default="", metavar="HOSTS", help="Hosts that replace lost ones, separated by commas.")
+@options.chip(N_("Serve MODEL on this chip, as predicted; auto: the chip of this machine."))
+@click.option("--engine", metavar="NAME", help="Serve MODEL with this engine [default: the first that can start].")
 @options.quiet
-def run_command(run: str, port: int | None, dry_run: bool) -> None:
+def run_command(run: str, chip: str | None, engine: str | None, spares: str, **given: Any) -> None:
     """Start the best configuration of RUN (the directory of a run) in the foreground.
 
     Your `train.command` replaces this process, without the flags that shorten a trial. Without a `train.command`, the
-    full command of the engine is printed, for you to complete (exit code 2).
+    full command of the engine is printed, for you to complete (exit code 2). With --restarts, training goes on from its
+    last checkpoint after a failure, with spares in the places of lost hosts.
 
-    Servers run as child processes. Their URL is printed when they are ready, and they stop with this process.
+    Servers run as child processes. Their URL is printed when they are ready, and they stop with this process. With
+    --chip or --engine, MODEL (a path or public name) is planned and served.
     """
-    api.run_best(run, on_ready=_ready, port=port, dry_run=dry_run)
+    given |= {"on_ready": _ready, "spares": [*filter(None, spares.split(","))]}
+    if chip is None and engine is None:
+        api.run_best(run, **given)
+    with tempfile.TemporaryDirectory() as folder:
+        planned = Path(folder, Path(run).name)
+        with options.patience(_("flag: predicting the candidates")):
+            api.plan_server(run, planned, chip=None if chip == "auto" else chip, engine=engine)
+        scripts = (planned / "best.sh", *planned.glob("best/start.sh"))
+        options.say("".join(each.read_text("utf-8") for each in scripts if each.exists()))
+        api.run_best(planned, **given)
 
 
 @click.command("report")
@@ -210,6 +225,7 @@ class _Export(click.Command):
     "--kind", type=click.Choice(("jobset", "pytorchjob", "volcano")), help="Kind of a Kubernetes job [default: jobset]."
 )
 @click.option("--replicas", type=click.IntRange(1), help="Copies of a server, for kubernetes and dynamo [default: 1].")
+@click.option("--restarts", type=click.IntRange(0, 1000), help="Start training again after up to this many failures.")
 @options.pods
 @options.settings()
 @options.chip()
@@ -219,7 +235,7 @@ def export_command(spec: Any, candidate: tuple[str, ...], target: str, output: s
 
     CANDIDATE has the same form as for `flag explain` [default: best]. The paths of the files are printed.
     """
-    names = ("image", "kind", "volume", "queue", "rdma", "user", "pods", "replicas", "resource")
+    names = ("image", "kind", "volume", "queue", "rdma", "user", "pods", "replicas", "resource", "restarts")
     given["options"] = {name: str(value) for name in names if (value := given.pop(name)) is not None}
     if spec is None:
         raise click.UsageError(_("one of SPEC, RUN and --model is required"))

@@ -2,12 +2,10 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from urllib.parse import urlsplit
 
 from flagcore.contracts import ExportJob
-from flagcore.contracts.exchange import DEVICES_OF_HOST, comments, shell_quoted
-from flagcore.domain.engine import EngineSupport, without_devices
+from flagcore.contracts.exchange import DEVICES_OF_HOST, shell_quoted
 from flagcore.domain.launch import PORT, PORT_VARIABLE, Launch
 from flagcore.domain.secrets import is_secret
 from flagcore.domain.spec import KIND
@@ -39,56 +37,6 @@ def checked_name(name: str) -> str:
     if not NAME.fullmatch(name):
         raise UsageError(_("--name = {name!r}: use at most 40 lower-case letters, digits and dashes", name=name))
     return name
-
-
-def start_script(job: ExportJob) -> str:
-    """Return a bash script that starts a job on one node. For several nodes, it is the script of `batch_script`."""
-    if job.nodes > 1:
-        return batch_script(job)
-    return "\n".join(["#!/bin/bash", *comments(job), *start_lines(job)]) + "\n"
-
-
-def batch_script(job: ExportJob) -> str:
-    """Return a bash script that starts a job on all nodes of a Slurm job, with one task per node.
-
-    Outside Slurm, it starts one node, whose rank is in NODE_RANK.
-    """
-    environment = without_devices(job.platform.support, job.launch.environment)  # Slurm assigns the devices
-    job = replace(job, launch=replace(job.launch, environment=environment))
-    options = [f"job-name={job.name}", f"nodes={job.nodes}", "ntasks-per-node=1"]
-    header = [f"#SBATCH --{each}" for each in (*options, of_devices(job, job.platform.support, job.devices))]
-    if job.devices == max(group.devices_per_node for group in job.platform.task.cluster.groups):
-        header += ["#SBATCH --exclusive", "#SBATCH --mem=0"]  # else a task has one core, and the default of memory
-    lines = ["#!/bin/bash", *header, *comments(job)]
-    several, first = job.nodes > 1, "" if job.launch.script else "=${MASTER_ADDR%%[[:space:]]*}"
-    needs_names = several and (bool(first) or "${HOSTS" in job.launch.script)  # otherwise the script has them
-    address = ("MASTER_ADDR" if first else "HOSTS") if needs_names else ""
-    meaning = "the name of the first node" if first else "the names of all nodes, in the order of NODE_RANK"
-    if several:
-        names = " and ".join(filter(None, ("NODE_RANK", address)))
-        lines.append(f"# Start it with sbatch, or on each of the {job.nodes} nodes with {names} set.")
-    rank = ['NODE_RANK="${NODE_RANK:-$SLURM_NODEID}"'] if several else []
-    lines += ["start() {", *rank, *start_lines(job, several=several), "}"]
-    hostnames = '$(scontrol show hostnames "$SLURM_JOB_NODELIST") || exit 1'
-    lines += [
-        'if [ -n "${SLURM_JOB_NODELIST:-}" ] && [ -z "${NODE_RANK:-}" ]; then',
-        *([f"  {address}={hostnames}", f"  export {address}{first}"] if address else []),
-        "  export -f start",
-        '  [ -n "${SLURM_STEP_ID:-}" ] || exec srun --export=ALL --kill-on-bad-exit=1 bash -c start',
-        "fi",
-    ]
-    if several:
-        lines.append(': "${NODE_RANK:=${SLURM_NODEID:?set NODE_RANK to the number of this node, from 0}}"')
-    if address:
-        lines.append(f': "${{{address}:?set it to {meaning}}}"')
-    return "\n".join([*lines, "start"]) + "\n"
-
-
-def of_devices(job: ExportJob, support: EngineSupport, devices: int) -> str:
-    """Return Slurm's option for a number of devices of each node."""
-    name = job.options.get("resource", support.slurm.name if support.slurm else "gpu")
-    usual = "cpus-per-task=" if support.shared_devices else "gpus-per-node="
-    return f"{usual if support.shared_devices or name == 'gpu' else f'gres={name}:'}{devices}"
 
 
 def start_lines(job: ExportJob, *, several: bool = False, names: Mapping[str, str] = {}) -> list[str]:

@@ -180,6 +180,10 @@ def listed_last(problem: Problem) -> IntArray:
     last[~predictions.keeps_limits(problem.task.spec.work.slo)] = 2
     if problem.adds_baseline:
         last[problem.row_of(problem.baseline)] = 3
+    for knob in problem.task.knobs:
+        effects, axis = knob.effects.items(), knob.axis(knob.values)
+        if codes := [axis.encode(value) for value, effect in effects if effect.no_launch_reason(user_command=True)]:
+            last[np.isin(problem.space.columns()[knob.name], codes)] = 4
     if len(problem.task.cluster.groups) > 1:
         columns = problem.space.columns(np.arange(last.size))
         last[np.isinf(problem.engine.plans.unusual(problem.task, columns, predictions))] = 4

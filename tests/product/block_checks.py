@@ -163,6 +163,7 @@ SHOWN: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/files.md", "nodeSelector:"): fields_of_pods,
     ("docs/agents.md", "{"): left_to_readers,
     ("docs/hosts.md", "flag manifest"): left_to_readers,
+    ("docs/hosts.md", "flag: restart"): left_to_readers,
     ("CONTRIBUTING.md", "flagcore/ "): folders,
     ("CONTRIBUTING.md", "moe_permute_fusion:"): knob_row,
     ("docs/how-it-predicts.md", "static ="): left_to_readers,

@@ -53,6 +53,8 @@ PROGRAMS = ("docs/agents.md",)
 NOT_RUN = {
     "flag calibrate --collectives tune.yaml": "needs a chip with variables; tests of the simulated device run it",
     "flag export runs/serve --to compose": "needs a run of servers; tests of targets write its files",
+    "flag run MODEL --chip auto": "needs weights and a server; a test of llama.cpp starts one",
+    "flag run runs/own --restarts 20 --spares node-7,node-8": "needs hosts; tests of hosts lose them",
     "flag run runs/serve": "needs weights and a server; tests of serving start a winner",
     "flag size serve.yaml --rate 20 --chip H20=1.2 --chip H100=3": "takes a minute; tests of sizing do the same",
     "flag size serve.yaml --rate 20 --to keda --name chat": "takes a minute; tests of sizing write autoscalers",

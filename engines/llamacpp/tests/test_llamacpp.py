@@ -1,11 +1,14 @@
 """llama.cpp for real: the wheel's server with a small model of random weights, under the client and in a trial."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from flagcore_llamacpp.engine import ENGINE as ENGINE
@@ -38,9 +41,11 @@ from engines.serving.tests.engines.tasks import (
 from engines.serving.tests.load.servers import send
 from engines.serving.tests.trial import trials
 from engines.serving.tests.trial.test_misbehaving_servers import all_gone
+from flagcore.api.commands.run import plan_server
 from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import TrialState
-from flagcore.errors import SpecError
+from flagcore.errors import NoDevice, SpecError
+from flagcore.launchers.network import free_port
 from tests.product import serving_inputs
 from tests.product.tasks import DENSE
 
@@ -232,6 +237,35 @@ def counted(running: Server, name: str) -> float:
     found = re.search(rf"^llamacpp:{name} ([0-9.e+]+)$", running.fetch("/metrics"), re.MULTILINE)
     assert found
     return float(found[1])
+
+
+@pytest.mark.slow
+@pytest.mark.spread
+@pytest.mark.costly
+def test_a_model_becomes_a_server_in_one_step(model: str, tmp_path: Path) -> None:
+    with pytest.raises(NoDevice, match="no H100-SXM on this machine"):
+        plan_server(model, tmp_path, chip="H100-SXM")
+    with pytest.raises(NoDevice, match="no engine can serve"):
+        plan_server(model, tmp_path, chip=None, engine="vllm")
+    port = free_port()
+    argv = [
+        sys.executable,
+        "-c",
+        "from flagcore.cli import main; main()",
+        "run",
+        model,
+        "--chip=auto",
+        f"--port={port}",
+    ]
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = [*takewhile(lambda line: not line.startswith("flag: ready at"), process.stderr)]
+        assert any(model in line for line in lines), "the command is printed"
+        with urlopen(f"http://127.0.0.1:{port}/health") as answer:
+            assert answer.status == 200
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 130
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The base class of launchers on several hosts, and the launcher `ssh`.
+"""The base class of launchers on several hosts, and the launchers `ssh` and `here`.
 
 It checks the hosts before the first trial, and reads the telemetry of their devices over the channels of the agents.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 from flagcore.contracts import HeldHosts, HostCheck, Launcher
 from flagcore.domain.chip import Device, DeviceUse
+from flagcore.domain.launch import Launch
 from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import NoDevice
 from flagcore.i18n import _
@@ -32,6 +33,7 @@ from flagcore_hosts.checks import (
     warn,
 )
 from flagcore_hosts.connection import agent_command, shared_variables
+from flagcore_hosts.job import run_job
 from flagcore_hosts.launching import MAX_LOSSES, HostTrials
 
 MAX_COMPARED = 64
@@ -82,6 +84,9 @@ class HostsLauncher(HostTrials):
         if network := measured_network(tuple(speeds.values())):
             warn([network.note])
         return [_record(report, reports, speeds.get(report.host)) for report in reports]
+
+    def run_job(self, job: Launch, users: Mapping[str, str], restarts: int, spares: Sequence[str]) -> int:
+        return run_job(self, job, users, restarts, spares)
 
 
 def _record(report: HostReport, reports: Sequence[HostReport], speed: HostSpeed | None) -> dict[str, Any]:
@@ -146,3 +151,16 @@ def ssh_channel(host: str) -> list[str]:
 
 OWNER = f"process {os.getpid()} on {os.uname().nodename}: {os.path.realpath('/proc/self/cwd')}"
 SSH: Launcher = HostsLauncher(name="ssh", channel=ssh_channel, logs_in=True, owner=OWNER)
+
+
+class HereLauncher(HostsLauncher):
+    """Runs a job under an agent on this machine, for `flag run --restarts`."""
+
+    starts_elsewhere = False
+
+    def find_hosts(self, nodes: int, /) -> tuple[str, ...]:
+        """Return the only host."""
+        return ("localhost",)
+
+
+HERE: Launcher = HereLauncher(name="here", channel=lambda host: ["sh", "-c", agent_command()])

@@ -63,6 +63,8 @@ class HostTrials(Launcher):
     ended_at: float = -math.inf
     """The time of the end of the last trial, on the monotonic clock."""
     agents: Agents | None = None
+    starts_elsewhere = True
+    """Whether trials start on other machines."""
     fix = "list them in cluster.hostfile"
     """The advice in the message if there are no hosts."""
 

@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 
 from flagcore.contracts import ExportJob, Launcher
 from flagcore.contracts.exchange import comments
-from flagcore.domain.engine import without_devices
+from flagcore.domain.engine import EngineSupport, without_devices
 from flagcore.domain.spec import KIND, SLOTS
 from flagcore.errors import LaunchError
-from flagcore.launchers.script import batch_script, of_devices, start_lines
+from flagcore.launchers.script import start_lines
 from flagcore_hosts.connection import agent_command
+from flagcore_hosts.job import no_checkpoints
 from flagcore_hosts.launcher import HostsLauncher
+
+REQUEUE = ("requeue", "open-mode=append")
+"""Slurm's options for jobs that start again, with the output after that of the earlier start."""
 
 
 def channel(host: str) -> list[str]:
@@ -57,7 +61,64 @@ class SlurmLauncher(HostsLauncher):
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
         """Return a batch script with one task per node."""
+        if job.options.get("restarts") and (note := no_checkpoints((*job.launch.argv, *job.launch.sample))):
+            job = replace(job, comments=(*job.comments, note))
         return {f"{job.name}.sbatch": _script_of_kinds(job) if job.unequal_nodes else batch_script(job)}
+
+
+def batch_script(job: ExportJob) -> str:
+    """Return a bash script that starts a job on all nodes of a Slurm job, with one task per node.
+
+    Outside Slurm, it starts one node, whose rank is in NODE_RANK.
+    """
+    environment = without_devices(job.platform.support, job.launch.environment)  # Slurm assigns the devices
+    job = replace(job, launch=replace(job.launch, environment=environment))
+    options = [f"job-name={job.name}", f"nodes={job.nodes}", "ntasks-per-node=1"]
+    options += REQUEUE if "restarts" in job.options else ()
+    header = [f"#SBATCH --{each}" for each in (*options, of_devices(job, job.platform.support, job.devices))]
+    if job.devices == max(group.devices_per_node for group in job.platform.task.cluster.groups):
+        header += ["#SBATCH --exclusive", "#SBATCH --mem=0"]  # else a task has one core, and the default of memory
+    lines = ["#!/bin/bash", *header, *comments(job)]
+    several, first = job.nodes > 1, "" if job.launch.script else "=${MASTER_ADDR%%[[:space:]]*}"
+    needs_names = several and (bool(first) or "${HOSTS" in job.launch.script)  # otherwise the script has them
+    address = ("MASTER_ADDR" if first else "HOSTS") if needs_names else ""
+    meaning = "the name of the first node" if first else "the names of all nodes, in the order of NODE_RANK"
+    if several:
+        names = " and ".join(filter(None, ("NODE_RANK", address)))
+        lines.append(f"# Start it with sbatch, or on each of the {job.nodes} nodes with {names} set.")
+    rank = ['NODE_RANK="${NODE_RANK:-$SLURM_NODEID}"'] if several else []
+    lines += ["start() {", *rank, *start_lines(job, several=several), "}"]
+    hostnames = '$(scontrol show hostnames "$SLURM_JOB_NODELIST") || exit 1'
+    lines += [
+        'if [ -n "${SLURM_JOB_NODELIST:-}" ] && [ -z "${NODE_RANK:-}" ]; then',
+        *([f"  {address}={hostnames}", f"  export {address}{first}"] if address else []),
+        "  export -f start",
+        f'  [ -n "${{SLURM_STEP_ID:-}}" ] || {slurm_step(job, "bash -c start")}',
+        "fi",
+    ]
+    if several:
+        lines.append(': "${NODE_RANK:=${SLURM_NODEID:?set NODE_RANK to the number of this node, from 0}}"')
+    if address:
+        lines.append(f': "${{{address}:?set it to {meaning}}}"')
+    return "\n".join([*lines, "start"]) + "\n"
+
+
+def slurm_step(job: ExportJob, start: str) -> str:
+    """Return the command that runs the tasks of a Slurm job and exits, on several nodes again after failures.
+
+    It keeps the nodes. If a node fails, Slurm ends the job and puts it into its queue again (`--requeue`).
+    """
+    step, restarts = f"srun --export=ALL --kill-on-bad-exit=1 {start}", job.options.get("restarts", "0")
+    if job.nodes == 1 or restarts == "0":
+        return f"exec {step}"
+    return f"{{ for restart in {{0..{restarts}}}; do {step} && break; done; exit; }}"
+
+
+def of_devices(job: ExportJob, support: EngineSupport, devices: int) -> str:
+    """Return Slurm's option for a number of devices of each node."""
+    name = job.options.get("resource", support.slurm.name if support.slurm else "gpu")
+    usual = "cpus-per-task=" if support.shared_devices else "gpus-per-node="
+    return f"{usual if support.shared_devices or name == 'gpu' else f'gres={name}:'}{devices}"
 
 
 def _script_of_kinds(job: ExportJob) -> str:
@@ -67,6 +128,7 @@ def _script_of_kinds(job: ExportJob) -> str:
     """
     setups, groups = job.platform.setups, job.platform.task.cluster.groups
     header, starts, steps = [f"#SBATCH --job-name={job.name}"], list[str](), list[str]()
+    header += [f"#SBATCH --{each}" for each in REQUEUE if "restarts" in job.options]
     for number, (setup, group) in enumerate(zip(setups, groups, strict=True)):
         devices = of_devices(job, setup.support, setup.devices)
         words = [f"--nodes={group.nodes}", "--ntasks-per-node=1", f"--{devices}", "--exclusive"]
@@ -95,7 +157,7 @@ def _script_of_kinds(job: ExportJob) -> str:
                 f"export -f {' '.join(f'start_{number}' for number in range(len(setups)))}",
                 "rank='NODE_RANK=0; for node in $NODES; do"
                 ' [ "$node" = "$SLURMD_NODENAME" ] && break; NODE_RANK=$((NODE_RANK + 1)); done;\'',
-                f"exec srun --export=ALL --kill-on-bad-exit=1 {' : '.join(steps)}",
+                slurm_step(job, " : ".join(steps)),
             ]
         )
         + "\n"

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from flagcore_hosts.job import no_checkpoints
+
 from flagcore.contracts import ExportJob, Platform
 from flagcore.contracts.exchange import DEVICES_OF_HOST, comments, shell_quoted
 from flagcore.domain.engine import without_devices
@@ -29,8 +31,6 @@ from flagcore_kubernetes.pods import Pods, device_limits, pod_options, pod_spec,
 HOSTS = "FLAGCORE_HOSTS"
 """Environment variable that contains the names of the job's pods, the tuning pod first."""
 FIRST, OTHERS = "first", "others"
-RESTARTS = 3
-"""How often a job is started again, for example after a preemption."""
 START_SECONDS = 1200
 """How long a server may take to start, before its pod is restarted: as a trial of servers by default."""
 HUB_SECRET = "hf-token"
@@ -57,14 +57,14 @@ def _jobset(pods: Pods) -> dict[str, Any]:
         exits = {"containerName": "flagcore", "operator": "In", "values": _final_codes(pods)}
         never = {"podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": exits}]}}
         spec = {"parallelism": count, "completions": count, "completionMode": "Indexed"}
-        spec |= {"backoffLimit": RESTARTS} if joins else {"backoffLimit": 0, **never}  # else all pods start again
+        spec |= {"backoffLimit": pods.restarts} if joins else {"backoffLimit": 0, **never}  # else all pods start again
         template = {"spec": pod_spec(pods, command, "OnFailure" if joins else "Never")}
         return {"name": name, "replicas": 1, "template": {"spec": {**spec, "template": template}}}
 
     jobs = [job(*group) for group in _groups(pods, "0", "$((JOB_COMPLETION_INDEX + 1))")]
     final = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     success_policy = {"successPolicy": {"operator": "All", "targetReplicatedJobs": [FIRST]}} if pods.tunes else {}
-    policies = {"failurePolicy": {"maxRestarts": RESTARTS, "rules": [final]}, **success_policy}
+    policies = {"failurePolicy": {"maxRestarts": pods.restarts, "rules": [final]}, **success_policy}
     spec = {**policies, "ttlSecondsAfterFinished": KEPT_SECONDS, "replicatedJobs": jobs}
     return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": pods.metadata, "spec": spec}
 
@@ -78,7 +78,7 @@ def _pytorch(pods: Pods) -> dict[str, Any]:
         del spec["restartPolicy"]  # a PyTorchJob uses the policy of the replica
         replicas[names[name]] = {"replicas": count, "restartPolicy": restart, "template": {"spec": spec}}
     policy = {
-        "backoffLimit": RESTARTS,
+        "backoffLimit": pods.restarts,
         "cleanPodPolicy": "All" if pods.tunes else "None",
         "schedulingPolicy": {"minAvailable": pods.count},
         "ttlSecondsAfterFinished": KEPT_SECONDS,
@@ -102,7 +102,7 @@ def _volcano(pods: Pods) -> dict[str, Any]:
         "schedulerName": "volcano",
         **({"queue": pods.queue} if pods.queue else {}),
         "minAvailable": pods.count,
-        "maxRetry": RESTARTS,
+        "maxRetry": pods.restarts,
         "ttlSecondsAfterFinished": KEPT_SECONDS,
         "plugins": {"svc": [], "env": []},
         "policies": [{"event": event, "action": "RestartJob"} for event in ("PodEvicted", "PodFailed")],
@@ -176,6 +176,8 @@ def _notes(job: ExportJob, pods: Pods) -> list[str]:
     hosts = max(group.hosts for group in servers.groups) if servers else job.nodes
     if job.launch.sample:
         notes.append(f"Replace {shlex.join(job.launch.sample)}, which trains on generated data: {job.launch.missing}.")
+    if job.options.get("restarts") and (note := no_checkpoints((*job.launch.argv, *job.launch.sample))):
+        notes.append(f"{note[0].upper()}{note[1:]}.")
     if servers and servers.front:
         program = shlex.join(servers.front.argv[:3])
         notes.append(f"The image must also have the router in front of the servers ({program} ...).")

@@ -13,6 +13,8 @@ from flagcore.spec.plain_data import read_mapping
 
 SHM_GIB_PER_DEVICE = 8
 """The limit of /dev/shm in GiB per device: an assumption. Data loaders and collectives rarely use more."""
+RESTARTS = 3
+"""How often a job is started again, unless the user says."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 RESTRICTED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 """With `--user`, a container fulfills the Pod Security Standard `restricted`, together with the pod's context."""
@@ -26,6 +28,7 @@ class Pods:
     persistent volume claim, mounted at `mount`; it is empty if there is none. `devices` is the number of devices of a
     pod. `queue` is the name of a queue, and `user` the number of the user of the processes; both may be empty.
     `rdma` is the resource of network adapters; it is empty if the pods request none.
+    `restarts`: how often the job is started again, for example after a preemption.
     `changes` are fields that are merged into the spec of each pod. With `tunes`, the first pod runs `flag tune`: the
     job ends when it ends, otherwise when all pods have ended.
     """
@@ -45,6 +48,7 @@ class Pods:
     queue: str = ""
     user: str = ""
     rdma: str = ""
+    restarts: int = RESTARTS
     changes: Mapping[str, Any] = field(default_factory=dict)
     tunes: bool = False
 
@@ -108,6 +112,7 @@ def pod_options(options: Mapping[str, str]) -> dict[str, Any]:
         "queue": options.get("queue", ""),
         "user": user,
         "rdma": options.get("rdma", ""),
+        "restarts": int(options.get("restarts", RESTARTS)),
         "changes": changes,
         "image": options["image"],
     }

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from flagcore import plugins
 from flagcore.api.candidate_parser import legal_candidate
 from flagcore.api.inputs import LoadedSpec
-from flagcore.api.outcome import require_startable
+from flagcore.api.outcome import require_startable, start_script
 from flagcore.api.runs import Snapshot, load_snapshot
 from flagcore.api.subject import columns_of, named_columns
 from flagcore.contracts import Exporter, ExportJob, Platform
@@ -24,7 +24,7 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.spec import HOSTFILE
 from flagcore.errors import FlagError, SpecError, UsageError
 from flagcore.i18n import N_, _, did_you_mean
-from flagcore.launchers.script import checked_name, job_name, start_script
+from flagcore.launchers.script import checked_name, job_name
 from flagcore.report.formats import hardware_text
 from flagcore.report.text import answers_text, candidate_text
 from flagcore.tuner.devices import without_local_devices
@@ -206,6 +206,9 @@ def _job(
     make = partial(make, image=servers_of.image(platform))
     per_server = exporter is not None and exporter.per_server
     servers = servers_of.servers(platform, candidate, name) if per_server else (candidate, 1)
+    restarts = options.get("restarts")
+    if restarts and not snapshot.task.spec.work.has_steps:
+        raise UsageError(_("--restarts is for training: what starts servers decides about them"))
     if copies > 1 and (isinstance(servers, ServerGroups) or not per_server or snapshot.task.spec.work.has_steps):
         raise UsageError(_("--replicas is for equal servers, each on one host, and targets that start several"))
     if isinstance(servers, ServerGroups):
@@ -215,7 +218,9 @@ def _job(
     launch = Launch(argv=(), folder="") if exporter is engine else _launch(platform, single_server, folder)
     per_node = max(group.devices_per_node for group in snapshot.task.cluster.groups)
     used = servers_of.device_counts(snapshot.task, columns_of(snapshot, single_server))
-    return make(launch=launch, devices=min(per_node, int(used[0])), replicas=replicas * copies)
+    job = make(launch=launch, devices=min(per_node, int(used[0])), replicas=replicas * copies)
+    in_place = {"PET_MAX_RESTARTS": restarts} if restarts and job.nodes == 1 else {}
+    return replace(job, launch=replace(launch, environment={**launch.environment, **in_place}))
 
 
 def _elsewhere(platform: Platform, exporter: Exporter | None, engine: object) -> Platform:

@@ -9,7 +9,7 @@ import socket
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +19,16 @@ from urllib.parse import urlsplit
 import psutil
 
 from flagcore import plugins
-from flagcore.api.notes import warn
+from flagcore.api.commands.init import spec_of_model
+from flagcore.api.commands.tune import tune
+from flagcore.api.inputs import loaded_plugins, read_spec
+from flagcore.api.notes import LOG, warn
 from flagcore.api.outcome import SECRETS, SECRETS_HERE
 from flagcore.api.runs import no_best_error, read_run
 from flagcore.domain.files import read_regular, write
 from flagcore.domain.launch import PORT_VARIABLE, Launch
-from flagcore.errors import HostLost, LaunchError, RunError, UsageError
+from flagcore.domain.trial import ESTIMATE
+from flagcore.errors import NoDevice, RunError, SpecError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.launchers.local import start_for_users
 from flagcore.tuner.run_folder import IDENTITY
@@ -42,14 +46,16 @@ def run_best(
     on_ready: Callable[[str], object] | None = None,
     port: int | None = None,
     dry_run: bool = False,
+    restarts: int = 0,
+    spares: Sequence[str] = (),
 ) -> NoReturn:
     """Start the best configuration of a run, or with `dry_run` print the script that starts it.
 
-    Training replaces this process, or runs on the hosts of the run until this process ends. Servers are child
-    processes, which stop when this process ends. `on_ready` is called with their URL once they respond. `port`: that of
-    the servers, in place of their default. `stdout` is a file descriptor for their output. Raises `no_best_error` if
-    the run has no best configuration, UsageError if it cannot be started, or after its command is printed, because the
-    user has to complete it, and HostLost if a host is lost.
+    Training replaces this process, or runs on the hosts of the run, and with `restarts` here, as `Launcher.run_job`
+    does. Servers are child processes, which stop when this process ends. `on_ready` is called with their URL once they
+    respond. `port`: that of the servers, in place of their default. `stdout` is a file descriptor for their output.
+    Raises `no_best_error` if the run has no best configuration, UsageError if it cannot be started, or after its
+    command is printed, because the user has to complete it, and HostLost if a host is lost.
     """
     launch = _saved_launch(run_dir)
     ready, missing, folder = launch["ready"], str(launch["missing"]), launch["directory"]
@@ -59,6 +65,8 @@ def run_best(
             raise UsageError(_("{path} is missing; restore it, or tune again with --new", path=path))
     if port is not None and not ready:
         raise UsageError(_("--port: the best configuration of {run} is no server that starts here", run=run_dir))
+    if (restarts or spares) and ready:
+        raise UsageError(_("--restarts, --spares: the best configuration of {run} is a server", run=run_dir))
     if dry_run or missing:
         (sys.stderr if stdout == 2 else sys.stdout).write(Path(argv[1]).read_text(encoding="utf-8"))
     sys.stdout.flush()
@@ -72,10 +80,32 @@ def run_best(
         sys.exit(_serve(server, 1 if stdout is None else stdout, on_ready or str))
     if stdout is not None:
         os.dup2(stdout, 1)
-    if launch["hosts"]:
-        sys.exit(_run_on_hosts(Path(argv[1]), launch))
+    if launch["hosts"] or restarts or spares:
+        sys.exit(_run_job(Path(argv[1]), launch, restarts, spares))
     warn([_("training the best configuration of {run}; files go to {folder}", run=run_dir, folder=launch["folder"])])
     os.execvp(argv[0], argv)
+
+
+def plan_server(model: str, run_dir: Path, *, chip: str | None, engine: str | None = None) -> None:
+    """Write a run with the fastest predicted configuration of a server for a model, without measuring.
+
+    `chip`, `engine`: None means that of this machine, and the first that can start here. Raises NoDevice if none can.
+    """
+    with loaded_plugins(()) as loaded:
+        found = [each for device in loaded.devices() if (each := loaded.find_chip(device.chip))]
+    if chip and not any(each.has_name(chip) for each in found):
+        raise NoDevice(_("no {chip} on this machine; use --chip auto", chip=chip))
+    serves = [kind.kind for kind in plugins.usable(plugins.kinds(), LOG.debug).values() if kind.plans_with]
+    reasons = []
+    for name in [engine] if engine else [each for each in plugins.engines() if plugins.kind_of(each) in serves]:
+        spec = spec_of_model(model, engine=name, chip=chip)
+        try:
+            plugins.find_engine(name).ready(read_spec(spec))
+            tune(spec, run_dir=run_dir, fidelity=ESTIMATE)
+            return
+        except (NoDevice, SpecError) as error:
+            reasons.append(f"{name}: {error}")
+    raise NoDevice(_("no engine can serve {model} here: {reasons}", model=model, reasons="; ".join(reasons)))
 
 
 def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
@@ -86,7 +116,7 @@ def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
         if "cannot" in launch:
             raise UsageError(_("the best of {run} cannot be started: {reason}", run=run_dir, reason=launch["cannot"]))
         here = {name: os.path.join(os.path.abspath(run_dir), launch[name]) for name in ("folder", "directory")}
-        return {"hosts": (), **launch, **{name: launch[name] for name in KEYS}, **here}  # older runs name no hosts
+        return {"hosts": (), "users": {}, **launch, **{name: launch[name] for name in KEYS}, **here}
     except (OSError, ValueError, KeyError, TypeError) as error:
         run_files = (IDENTITY, "result.json", "best/launch.json")
         if not any(os.path.isfile(os.path.join(run_dir, name)) for name in run_files):
@@ -100,31 +130,17 @@ def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
         raise RunError(_(text, file=file, reason=reason)) from None
 
 
-def _run_on_hosts(script: Path, launch: Mapping[str, Any]) -> int:
-    """Run a script on all hosts, print its output, and return its exit status. Raises LaunchError and HostLost."""
-    launcher, folder = plugins.launcher(launch["launcher"]), script.parent / "best" / "hosts"
-    count = len(launch["hosts"])
-    hosts = launcher.hold(launcher.find_hosts(count)[:count] or launch["hosts"], launch["users"])
+def _run_job(script: Path, launch: Mapping[str, Any], restarts: int, spares: Sequence[str]) -> int:
+    """Run a script on the hosts of a run, or under an agent here, as `Launcher.run_job` does."""
+    hosts, folder = launch["hosts"], script.parent / "best" / "hosts"
     text, secrets = script.read_text(encoding="utf-8"), folder.parent / SECRETS
     folder.mkdir(exist_ok=True)
     if secrets.exists():  # in this folder, they are sent to the hosts
         write(folder / SECRETS, secrets.read_text(encoding="utf-8"), private=True)
         text = text.replace(SECRETS_HERE, shlex.quote(str(folder / SECRETS)))
-    job = Launch(argv=("sh", "-c", text, str(script)), folder=str(folder), directory=launch["directory"], hosts=hosts)
-    running = launcher.start(replace(job, timeout_seconds=math.inf, disk_limit_bytes=1 << 62))
-    try:
-        with open(folder / "stdout.log", "rb") as output, open(folder / "stderr.log", "rb") as errors:
-            ended = None
-            while ended is None:
-                ended = running.wait(PERIOD_SECONDS)
-                for log, stream in ((output, sys.stdout), (errors, sys.stderr)):
-                    stream.buffer.write(log.read())
-                    stream.flush()
-    finally:
-        running.stop()
-    if ended.lost_host:
-        raise HostLost("", f"host {ended.detail}")
-    return ended.code
+    job = Launch(argv=("sh", "-c", text, str(script)), folder=str(folder), hosts=hosts or ("localhost",))
+    job = replace(job, directory=launch["directory"], timeout_seconds=math.inf, disk_limit_bytes=1 << 62)
+    return plugins.launcher(launch["launcher"] if hosts else "here").run_job(job, launch["users"], restarts, spares)
 
 
 def _on_port(launch: Launch, port: int | None) -> Launch:
@@ -141,16 +157,11 @@ def _serve(launch: Launch, stdout: int, on_ready: Callable[[str], object]) -> in
     `on_ready` is called with their URL once all of `launch.ready` respond with status 200. Raises UsageError if the
     servers cannot be started, or if one of their ports is in use.
     """
-    used_urls = [url for url in launch.ready if _listens(url)]
-    if used_urls:
+    if used_urls := [url for url in launch.ready if _listens(url)]:
         port = urlsplit(used_urls[0]).port
         text = N_("port {port} is in use by {program}; stop it, or choose another port with `flag run --port`")
         raise UsageError(_(text, port=port, program=_holder(port)))
-    try:
-        servers = start_for_users(launch, stdout, 2)
-    except (LaunchError, OSError) as error:
-        raise UsageError(str(error)) from None
-    is_ready = False
+    servers, is_ready = start_for_users(launch, stdout, 2), False
     try:
         while (ended := servers.wait(PERIOD_SECONDS)) is None:
             if not is_ready and _responds(launch.ready):
@@ -173,19 +184,17 @@ def _holder(port: int | None) -> str:
 
 def _listens(url: str) -> bool:
     parts = urlsplit(url)
-    try:
-        with socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80), timeout=ANSWER_SECONDS):
-            return True
-    except OSError:
-        return False
+    address = (parts.hostname or "127.0.0.1", parts.port or 80)
+    with suppress(OSError), socket.create_connection(address, timeout=ANSWER_SECONDS):
+        return True
+    return False
 
 
 def _responds(urls: Iterable[str]) -> bool:
-    try:
+    with suppress(OSError, ValueError):
         for url in urls:
             with DIRECT.open(url, timeout=ANSWER_SECONDS) as answer:
                 if answer.status != 200:
                     return False
-    except (OSError, ValueError):
-        return False
-    return True
+        return True
+    return False

@@ -112,6 +112,26 @@ def test_slurm_starts_one_task_per_node_with_its_rank(plan: Path, tmp_path: Path
     assert {"--node-rank=7", "--master-addr=node-a", "--nnodes=128"} <= set(words)
 
 
+def test_a_job_starts_again_as_often_as_its_export_says(tmp_path: Path) -> None:
+    again = {"restarts": "2"}
+    script, log = only(exported(written(tmp_path, SMALL_TRAINING), "slurm", options=again)), tmp_path / "log"
+    assert "#SBATCH --requeue" in script
+    assert "# a restart begins at step 0" in script
+    (tmp_path / "bin").mkdir()
+    for program, text in (("srun", f"echo >> {log}; exit 7"), ("scontrol", "echo node")):
+        (tmp_path / "bin" / program).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / program).chmod(0o755)
+    variables = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node"}
+    assert subprocess.run(["bash", "-c", script], env=variables, check=False).returncode == 7
+    assert len(log.read_text()) == 3
+    text = only(exported(written(tmp_path, SMALL_TRAINING), "kubernetes", options={**again, "image": "x"}))
+    assert yaml.safe_load(text)["spec"]["failurePolicy"]["maxRestarts"] == 2
+    alone = {**SMALL_TRAINING, "cluster": {**SMALL_TRAINING["cluster"], "nodes": 1}}
+    assert "export PET_MAX_RESTARTS=2" in only(exported(written(tmp_path, alone), "megatron", options=again))
+    with pytest.raises(UsageError, match="is for training"):
+        exported(server(tmp_path), "compose", options=again)
+
+
 def test_a_plan_on_two_chips_is_a_heterogeneous_job_of_slurm(tmp_path: Path) -> None:
     groups = [{"chip": chip, "nodes": 2, "devices_per_node": 8} for chip in ("H100-SXM", "A800-80GB")]
     for each in groups:

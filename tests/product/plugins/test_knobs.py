@@ -238,10 +238,13 @@ def test_a_wrong_value_is_reported_with_the_right_ones(
         api.estimate(with_space(tmp_path, space=space))
 
 
-def test_a_knob_without_a_flag_is_estimated_but_not_tuned(install: Install, tmp_path: Path) -> None:
+def test_a_knob_without_a_flag_is_estimated_but_not_recommended_or_tuned(install: Install, tmp_path: Path) -> None:
     install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": PLUGIN})
     file = with_space(tmp_path, space={"acme_secret": [False, True]})
-    assert {each["candidate"]["acme_secret"] for each in api.estimate(file).candidates} == {False, True}
+    estimate = api.estimate(file)
+    assert {each["candidate"]["acme_secret"] for each in estimate.candidates} == {False, True}
+    assert estimate.recommended is not None
+    assert estimate.recommended["candidate"]["acme_secret"] is False
     with pytest.raises(SpecError, match="no source documents"):
         api.tune(file, run_dir=tmp_path / "run")
 

@@ -85,7 +85,7 @@ def own_launch(
         argv = expand_command(script, values, (), folder)
         return Launch(argv=argv, folder=folder, environment=knob_variables, directory=train.directory, own_script=True)
     real = set_arguments(command, table, dests, words).command
-    if command.skipped is not None and spec.on_each_host and spec.cluster.nodes > 1:
+    if (command.skipped is not None or command.launcher) and spec.on_each_host and spec.cluster.nodes > 1:
         real = _of_each_host(real, spec)
     return _launch(real, values, folder, {**variables, **spec.envs})
 

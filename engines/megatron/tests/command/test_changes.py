@@ -134,6 +134,16 @@ def test_real_job_keeps_the_users_arguments_and_has_the_knobs(tmp_path: Path) ->
     assert not (tmp_path / "run" / "trials" / "3" / "arguments.json").exists()
 
 
+def test_real_job_on_several_hosts_is_one_job(tmp_path: Path) -> None:
+    spec = spec_of(LAUNCH.split(), tmp_path)
+    on_hosts = replace(spec, launcher="ssh", cluster=replace(spec.cluster, nodes=2, hosts=("a", "b")))
+    planned = ENGINE.launch(
+        tasks.platform(replace(tasks.task(), spec=on_hosts)), PLAIN, str(tmp_path / "best"), for_real=True
+    )
+    options = {"--nnodes={nnodes}", "--node-rank={node_rank}", "--master-addr={master_addr}", "--nproc_per_node"}
+    assert options <= set(planned.argv)
+
+
 FAKE = '#!/bin/sh\necho "$0 $*" >> "$CALLS"\n'
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from flagcore.launchers import guard
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 NETWORK, FAST_NETWORK = "10.77.0", "10.78.0"
 PORT = "p"
 """Starts the name of a host's port at the switch, which is a bridge on h0."""

@@ -1,12 +1,15 @@
 """Faults at random moments of a tune: the best is found or the tune says how to resume it, and nothing is left.
 Megatron-LM's own `pretrain_gpt.py` with torchrun on two hosts, with faults, and the best by `flag run`."""
 
+import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -14,6 +17,7 @@ import yaml
 from engines.megatron.tests.command.real import ARCHITECTURE, MEGATRON, needs_megatron_lm, spec_of
 from extras.hosts.tests.cluster.bed import NETWORK, SLURM, SSHD, Bed, missing
 from extras.hosts.tests.cluster.conftest import Project, Tune
+from flagcore import api
 from flagcore.launchers import guard
 from tests.checks import books_balance, check_kept_once
 from tests.product.cli.conftest import BEST, FLAG
@@ -206,6 +210,94 @@ def test_a_users_torchrun_trains_on_hosts(
     check_kept_once(project.run_dir, result)
     assert last_iteration(project, before) == ITERATIONS
     assert all_clean(bed, everything=True) == []
+
+
+KILLS, STEPS = int(os.environ.get("FLAGCORE_KILLS", "20")), 80
+"""The number of ranks and hosts that are killed, and the steps of the job."""
+GOES_ON = "training goes on with step"
+
+
+def losses(output: str) -> dict[int, float]:
+    """Return the loss of each iteration in the output of a job, as it ran last."""
+    found = re.findall(r"\] iteration +(\d+)/.*? lm loss: (\S+) ", output)
+    return {int(step): float(loss) for step, loss in found}
+
+
+def ranks(bed: Bed, host: str) -> list[int]:
+    """Return the processes of torchrun and its ranks on a host, without those that ranks have forked."""
+    found = [pid for pid in bed.processes(host) if b"pretrain_gpt.py" in command(pid)]
+    starters = {pid for pid in found if b"torchrun" in command(pid)}
+    return [pid for pid in found if pid in starters or (guard.read_ids(pid) or (0,))[0] in starters]
+
+
+@pytest.mark.timeout(3600)
+@needs_megatron_lm
+@pytest.mark.parametrize("kinds", [["rank"], ["rank", "rank", "crash", "power off", "cut link"]])
+def test_a_job_ends_with_all_its_steps_though_ranks_and_hosts_are_killed(
+    kinds: list[str], project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses are those of a job without failures: a restart has the same random states, data and hosts."""
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    bed, folder, draw = project.bed, project.folder, random.Random(0)
+    (folder / "hosts.txt").write_text("h1 slots=1\nh2 slots=1\n")
+    is_alone = len(kinds) == 1
+    words = [
+        "torchrun",
+        "--nproc-per-node",
+        "2" if is_alone else "1",
+        str(MEGATRON / "pretrain_gpt.py"),
+        *ARCHITECTURE.split(),
+    ]
+    words += TRAINING.replace("--train-iters 6", f"--train-iters {STEPS}").split()
+    space = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "micro_batch_size": 2}
+    space["use_distributed_optimizer"] = False  # saving it needs Transformer Engine's Adam
+
+    def start(name: str, *options: str) -> subprocess.Popen[str]:
+        saves = ["--save", str(folder / name), "--load", str(folder / name), "--save-interval", "4"]
+        spec = spec_of(folder, control={}, space=space, command=[*words, *saves])
+        if not is_alone:
+            spec["cluster"] = {"chip": "cpu", "memory_per_device": "4GiB", "hostfile": "hosts.txt"}
+            spec["cluster"]["nic_bytes_per_second"] = 1e8
+            spec["auto_tuner"]["launcher"] = "ssh"
+        (folder / "spec.yaml").write_text(yaml.safe_dump(spec))
+        api.tune(folder / "spec.yaml", run_dir=folder / f"plan-{name}", fidelity="estimate")
+        with (folder / f"{name}.log").open("w") as log:
+            return bed.start("h0", *FLAG, "run", str(folder / f"plan-{name}"), *options, stdout=log, stderr=log)
+
+    def output(name: str) -> str:
+        return (folder / f"{name}.log").read_text()
+
+    assert start("whole").wait(1200) == 0, output("whole")[-3000:]
+    job = start("killed", f"--restarts={KILLS}", *[] if is_alone else ["--spares=h3"])
+    killed, undo = list[tuple[str, str]](), list[Undo]()
+    more = draw.randrange(6)
+    while len(killed) < KILLS and job.poll() is None:
+        text = output("killed")
+        since = text.rpartition(GOES_ON)[2] if killed else text
+        if text.count(GOES_ON) < len(killed) or since.count("] iteration ") <= more:
+            time.sleep(0.1)
+            continue
+        more = draw.randrange(6)
+        for each in undo:
+            each()
+        bed.boot_all()
+        hosts = json.loads((folder / "plan-killed" / "best" / "hosts" / "launch.json").read_text())["hosts"]
+        hosts = ["h0"] if is_alone else hosts
+        killed.append((draw.choice(kinds), draw.choice(hosts)))
+        kind, host = killed[-1]
+        if kind == "rank":
+            os.kill(draw.choice(ranks(bed, host)), signal.SIGKILL)
+        undo = [FAULTS[kind](SimpleNamespace(bed=bed), host)] if kind == "cut link" else []  # type: ignore[arg-type]
+        if kind in ("crash", "power off"):
+            FAULTS[kind](SimpleNamespace(bed=bed), host)  # type: ignore[arg-type]
+    code = job.wait(1200)
+    for each in undo:
+        each()
+    print(*killed, *re.findall("flag: .*", output("killed")), sep="\n")
+    assert (code, len(killed)) == (0, KILLS), output("killed")[-3000:]
+    assert all_clean(bed, everything=True) == []
+    assert losses(output("killed")) == losses(output("whole"))
+    assert [*losses(output("whole"))] == [*range(1, STEPS + 1)]
 
 
 def last_iteration(project: Project, before: tuple[str, ...]) -> int:
