@@ -85,10 +85,11 @@ def batch_script(job: ExportJob) -> str:
 
 
 def of_devices(job: ExportJob, support: EngineSupport, devices: int) -> str:
-    """Return Slurm's option for a number of devices of each node."""
+    """Return Slurm's options for a number of devices of each node, and for the queue."""
     name = job.options.get("resource", support.slurm.name if support.slurm else "gpu")
     usual = "cpus-per-task=" if support.shared_devices else "gpus-per-node="
-    return f"{usual if support.shared_devices or name == 'gpu' else f'gres={name}:'}{devices}"
+    queue = f" --partition={job.options['queue']}" if "queue" in job.options else ""
+    return f"{usual if support.shared_devices or name == 'gpu' else f'gres={name}:'}{devices}{queue}"
 
 
 def start_lines(job: ExportJob, *, several: bool = False, names: Mapping[str, str] = {}) -> list[str]:

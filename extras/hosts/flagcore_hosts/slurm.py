@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from flagcore.contracts import ExportJob, Launcher
@@ -28,7 +28,7 @@ def channel(host: str) -> list[str]:
 class SlurmLauncher(HostsLauncher):
     """A launcher for Slurm allocations, which also exports jobs as batch scripts."""
 
-    targets: Collection[str] = ("slurm",)
+    targets = {"slurm": ("resource", "queue")}  # noqa: RUF012
     per_server: bool = False
     most_vendors: int = 1
     fix = "start `flag tune` with salloc or sbatch"

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,6 +12,8 @@ import sys
 import time
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from flagcore_testing import fakes
 from engines.megatron.tests.command.real import MEGATRON, PACKAGES, SHIM, needs_megatron_lm
 from extras.kubernetes.tests.test_manifest import checked, found
 from flagcore import api
+from flagcore.api.commands import export as targets
 from flagcore.errors import UsageError
 from flagcore.launchers import network
 from tests.product.doc_pages import ROOT
@@ -300,16 +304,40 @@ def test_a_served_tree_of_flagscale_is_read_as_the_same_server(tmp_path: Path) -
     assert data["serve"]["engine_args"] == {"tensor_parallel_size": 2, "max_num_seqs": 64, "enforce_eager": True}
 
 
-@pytest.mark.parametrize(
-    ("target", "candidate", "replicas"),
-    [("compose", "best", "1"), ("kubernetes", "best", "1"), ("megatron", "tp=3", "1"), ("megatron", "best", "2")],
-)
+@pytest.mark.parametrize(("target", "candidate"), [("compose", "best"), ("kubernetes", "best"), ("megatron", "tp=3")])
 def test_what_cannot_be_exported_is_a_usage_error_and_leaves_no_folder(
-    target: str, candidate: str, replicas: str, tmp_path: Path
+    target: str, candidate: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError):
-        exported(written(tmp_path, SMALL_TRAINING), target, candidate, options={"replicas": replicas})
+        exported(written(tmp_path, SMALL_TRAINING), target, candidate)
     assert not list(tmp_path.glob("out-*"))
+
+
+@pytest.mark.parametrize("job", ["training", "server"])
+def test_each_option_changes_the_files_or_is_refused(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pods.yaml").write_text("hostIPC: true\n")
+    spec = server(tmp_path) if job == "server" else written(tmp_path, SMALL_TRAINING)
+    monkeypatch.setattr(targets, "load_snapshot", lru_cache(targets.load_snapshot))  # it is planned once
+    given = {"kind": "volcano", "volume": "d:/d", "queue": "q", "rdma": "r/x", "user": "1000", "replicas": "2"}
+    given |= {"image": "other:1.3.1", "resource": "r", "pods": str(tmp_path / "pods.yaml")}
+    read = set[tuple[str, str]]()
+
+    def files(target: str, **options: str) -> list[str]:
+        needed = {"image": "i:1.3.1"} if target in ("kubernetes", "dynamo") else {}
+        made = api.export(spec, target, output=tmp_path / "out", options={**needed, **options}).files
+        texts = [file.read_text() for file in made]
+        shutil.rmtree(tmp_path / "out")
+        return texts
+
+    for target in api.export_targets("vllm" if job == "server" else "megatron"):
+        with suppress(UsageError):
+            plain = files(target)
+            for name, value in given.items():
+                with suppress(UsageError):
+                    assert files(target, **{name: value}) != plain, (target, name)
+                    read.add((target, name))
+    assert ("slurm", "queue") in read
+    assert ("kubernetes", "kind") in read or job == "server"
 
 
 @pytest.mark.parametrize("place", ["new/deeper", "."])

@@ -201,7 +201,8 @@ class Exports:
             where = RUNS[run][0](place)
             self.made[run], self.refused[run] = {}, {}
             for target in TARGETS:
-                options = {"image": "image:1", "user": "1000"} if target in ("kubernetes", "dynamo") else {}
+                options = {"image": "image:1"} if target in ("kubernetes", "dynamo") else {}
+                options |= {"user": "1000"} if target == "kubernetes" else {}
                 output = place / target
                 try:
                     api.export(where, target, output=output, name="job", options=options)

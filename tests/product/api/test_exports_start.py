@@ -138,7 +138,8 @@ def test_a_command_of_a_framework_starts_with_the_chosen_values(job: str, tmp_pa
                 with pytest.raises(UsageError, match="--to"):
                     api.export("spec.yaml", target, output=out)
                 continue
-            made = api.export("spec.yaml", target or engine, output=out, options={"image": "i"}).files
+            options = {"image": "i"} if target == "kubernetes" else {}
+            made = api.export("spec.yaml", target or engine, output=out, options=options).files
             for script in [file for file in made if file.suffix in (".sh", ".sbatch")]:
                 check(started(script, tmp_path, nodes), nodes)
             for number, text in enumerate(shell_commands(out / "spec.yaml") if target == "kubernetes" else ()):
