@@ -151,7 +151,7 @@ def launch(
                 value = "FULL_SHARD" if value else "SHARD_GRAD_OP"
         settings[key.lstrip("!")] = value
     words = _changed(read, settings, folder)
-    words = start.of_each_host(words) if spec.cluster.nodes > 1 else words
+    words = start.of_each_host(words, is_started=spec.on_each_host) if spec.cluster.nodes > 1 else words
     return Launch(argv=words, folder=folder, directory=spec.train.directory)
 
 

@@ -139,19 +139,33 @@ def test_a_plan_on_two_chips_is_a_heterogeneous_job_of_slurm(tmp_path: Path) -> 
     assert words[words.index("--hetero-current-device-type") + 1] == "A800-80GB"
 
 
-@pytest.mark.parametrize("start", ["exec torchrun --node-rank=$NODE_RANK", "srun torchrun --node-rank=$SLURM_NODEID"])
-def test_a_script_is_started_once_per_node_with_the_rank_of_the_node(start: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("start", "is_script"),
+    [
+        ("exec torchrun --node-rank=$NODE_RANK --nnodes=3 --nproc-per-node=2", True),
+        ("srun torchrun --node-rank=$SLURM_NODEID --nnodes=3 --nproc-per-node=2", True),
+        ("srun torchrun --rdzv-endpoint head:29500 --nnodes=3 --nproc-per-node=2", False),
+        ("srun -N 3 --ntasks-per-node=2 python -u", False),  # torchrun starts these ranks
+    ],
+)
+def test_a_command_is_started_once_per_node_with_the_rank_of_the_node(
+    start: str, is_script: bool, tmp_path: Path
+) -> None:
     sizes = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --micro-batch-size 1"
     batch = "--seq-length 64 --global-batch-size 12 --max-position-embeddings 64 --bf16"
-    header = "export NODE_RANK=0 NCCL_SOCKET_IFNAME=$(echo here0)\n"
-    (tmp_path / "run.sh").write_text(f"{header}{start} --nnodes=3 --nproc-per-node=2 pretrain_gpt.py {sizes} {batch}\n")
-    train = {**SMALL_TRAINING["train"], "command": ["bash", "run.sh"], "directory": str(tmp_path)}
+    header, command = (
+        "export NODE_RANK=0 NCCL_SOCKET_IFNAME=$(echo here0)\n",
+        f"{start} pretrain_gpt.py {sizes} {batch}",
+    )
+    (tmp_path / "run.sh").write_text(f"{header}{command}\n")
+    own = ["bash", "run.sh"] if is_script else command.split()
+    train = {**SMALL_TRAINING["train"], "command": own, "directory": str(tmp_path)}
     space = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "micro_batch_size": [1, 2]}
     data = {**SMALL_TRAINING, "train": train, "auto_tuner": {"space": space}}
     script = only(exported(written(tmp_path, data), "slurm"))
     words = started(script, tmp_path, "torchrun", NODE_RANK="2", MASTER_ADDR="first")
     assert {"--nnodes=3", "--node-rank=2", "--master-addr=first", "--nproc-per-node=2"} <= set(words)
-    assert not {"srun torchrun", "here0", "run.sh"} & set(script.split())
+    assert not {"srun torchrun", "here0", "run.sh", "head:29500", "python"} & set(script.split())
 
 
 @pytest.mark.parametrize("kind", KINDS)
