@@ -60,7 +60,8 @@ def export(
     snapshot = load_snapshot(where, chip, without)
     chosen = legal_candidate(snapshot.problem, named_columns(snapshot, candidate)[0])
     folder = Path(output) if output is not None else Path(f"{job_id}-{target}")
-    _require_empty(folder)
+    if folder.exists() and (not folder.is_dir() or any(each.name != DRAFT for each in folder.iterdir())):  # or a rest
+        raise UsageError(_("{folder} is not empty: delete it or choose another folder", folder=folder))
     require_startable(snapshot.problem, chosen, elsewhere=True)
     work = snapshot.problem.task.spec.work
     if work.missing:
@@ -82,12 +83,6 @@ def export(
     text = N_("the job trains on generated data until you replace the sample arguments; add {missing}")
     notes = (_(text, missing=missing),) if missing else ()
     return Exported(files=tuple(sorted(each for each in folder.rglob("*") if each.is_file())), notes=notes)
-
-
-def _require_empty(folder: Path) -> None:
-    """Raise UsageError if there is anything but the rest of an export that was killed."""
-    if folder.exists() and (not folder.is_dir() or any(each.name != DRAFT for each in folder.iterdir())):
-        raise UsageError(_("{folder} is not empty: delete it or choose another folder", folder=folder))
 
 
 @contextmanager

@@ -75,7 +75,6 @@ def test_one_candidate_is_explained_by_its_number_in_the_list(flag: Flag, answer
     second = answer("estimate", spec, "--all")[1]
     output = answer("estimate", spec, "--explain", "2")
     assert {key: output[key] for key in second} == second
-    assert answer("estimate", spec, "--explain", "2", "--top", "1") == output
     assert "number" not in answer("estimate", spec, "--explain", "baseline")
     assert flag("estimate", spec, "--explain", "baseline").out.startswith("Baseline on 2 x cpu: ")
     report = answer("explain", spec, "mbs=1, tp=2")
@@ -334,6 +333,7 @@ def test_rules_as_csv_have_a_row_each(flag: Flag, project: Project) -> None:
         (("SPEC", "--explain", "1", "--format", "csv"), "--format csv"),
         (("SPEC", "--evidence", "--like", "mbs=1"), "--evidence, --explain, --like and --report"),
         (("SPEC", "--like", ""), "--like ''"),
+        (("SPEC", "--explain", "1", "--top", "3"), "--top and --all"),
         (("SPEC", "--engine", "vllm"), "--engine requires --model"),
         (("--jobs", "JOBS", "--explain", "moe"), "--explain requires SPEC"),
         (("--jobs", "JOBS", "--format", "csv"), "--format requires SPEC"),
