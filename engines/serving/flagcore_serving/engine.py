@@ -105,7 +105,7 @@ class ServingPlans(Plans):
 class ServingEngine(EngineProfile):
     """A serving engine: its search space, predictions and trials, as all serving engines have them."""
 
-    targets: Collection[str] = ("compose",)
+    targets: Mapping[str, Collection[str]] = {"compose": ("image",)}
     per_server: bool = False
     failures = PATTERNS
 
