@@ -353,7 +353,7 @@ def test_each_option_changes_the_files_or_is_refused(job: str, tmp_path: Path, m
     spec, engine = (server(tmp_path), "vllm") if job == "server" else (written(tmp_path, SMALL_TRAINING), "megatron")
     monkeypatch.setattr(targets, "load_snapshot", lru_cache(targets.load_snapshot))  # it is planned once
     given = {"kind": "volcano", "volume": "d:/d", "queue": "q", "rdma": "r/x", "user": "1000", "replicas": "2"}
-    given |= {"image": "other:1.3.1", "resource": "r", "pods": str(tmp_path / "pods.yaml")}
+    given |= {"image": "other:1.3.1", "resource": "r", "pods": str(tmp_path / "pods.yaml"), "restarts": "7"}
 
     def files(target: str, **options: str) -> list[str]:
         needed = {"image": "i:1.3.1"} if target in ("kubernetes", "dynamo") else {}
@@ -363,12 +363,12 @@ def test_each_option_changes_the_files_or_is_refused(job: str, tmp_path: Path, m
         return texts
 
     exporters = {name: each.targets[name] for name, each in targets._exporters(engine).items() if each}
-    of_others = {"server": "kind", "training": "replicas"}[job]
+    of_others = {"server": ("kind", "restarts"), "training": ("replicas",)}[job]
     for target, read in exporters.items():
         if (job, target) != ("training", "dynamo"):
             plain = files(target)
-            assert all(files(target, **{name: given[name]}) != plain for name in read if name != of_others), target
-    for target, name in (("slurm", "image"), (engine, "user"), ("kubernetes", of_others)):
+            assert all(files(target, **{name: given[name]}) != plain for name in read if name not in of_others), target
+    for target, name in (("slurm", "image"), (engine, "user"), *(("kubernetes", each) for each in of_others)):
         with pytest.raises(UsageError, match=name):
             files(target, **{name: given[name]})
 
