@@ -104,12 +104,10 @@ times as much, which gives the gains of 1.49 and 2.54 that they measured with 8 
 def imbalance(experts: Experts, settings: Settings) -> FloatArray:
     """Return the expert work of the busiest rank, relative to the mean over ranks that hold whole experts.
 
-    It is 1 if all attention ranks gather all tokens, because the fitted expert rates already include the imbalance in
-    that case.
+    All ranks wait for it in each layer, also if they gather all tokens instead of sending them to their experts.
     """
-    uneven = settings.exchanges | (settings.data == 1.0)
     skew = 1.0 + SKEW / ((experts.count + settings.copies) / settings.expert) ** SKEW_POWER
-    return np.where(uneven & (settings.expert > 1.0), BALANCED * np.where(settings.balanced, 1.0, skew), 1.0)
+    return np.where(settings.expert > 1.0, BALANCED * np.where(settings.balanced, 1.0, skew), 1.0)
 
 
 def exchange(experts: Experts, serving: Serving, settings: Settings, costs: Costs, tokens: FloatArray) -> FloatArray:

@@ -10,6 +10,7 @@ from flagcore_models.layers import parameters
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_models.mixers.indexer import Indexer
 from flagcore_models.public import find_public
+from flagcore_serving.model.experts import imbalance
 from flagcore_serving.model.iteration import NODES, interpolate, iteration_costs
 from flagcore_serving.model.memory import ServingMemory, serving_memory, token_bytes, weight_bytes
 from flagcore_serving.model.price import Lane, Price
@@ -287,6 +288,14 @@ def test_experts_are_split_over_attention_ranks_too() -> None:
     one, four = weight_bytes(serving(EXPERTS), settings(data=[1.0, 4.0]))
     experts = 36 * 3 * 4096 * 768 * 128 * 2
     assert one - four == pytest.approx(0.75 * experts)
+
+
+def test_ranks_with_whole_experts_wait_for_the_busiest_even_if_they_gather_all_tokens() -> None:
+    experts = serving(EXPERTS).experts
+    assert experts is not None
+    layouts = settings(data=[4.0, 4.0, 4.0], expert=[1.0, 4.0, 4.0], exchanges=[False, False, True])
+    without, gathered, sent = imbalance(experts, layouts)
+    assert 1.0 == without < gathered == sent
 
 
 def test_experts_may_have_a_format_of_their_own() -> None:
