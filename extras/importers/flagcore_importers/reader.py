@@ -117,7 +117,7 @@ class _Conversion:
         """Return the spec with `script` as the command, or with the program alone. `reason`: why without the script."""
         start, notes = self.start, self._notes(script, reason)
         script = tuple(_with_references(word, notes) if "\n" in word else word for word in script)
-        named = _names_in(" ".join([self.text, *script])) - {*GPUS} if script else ()
+        named = _names_in(" ".join([self.text, *script])) - {*GPUS} if script else set[str]()
         of_job = {name: value for name, value in start.job.items() if name in named}
         envs = self._envs({**start.envs, **of_job}, notes)
         hosts = {name: value for name, value in start.envs.items() if name == "NNODES"}  # not in trials, but of the job
