@@ -135,11 +135,10 @@ class Launcher(ABC):
     def run_job(self, job: Launch, users: Mapping[str, str], restarts: int, spares: Sequence[str]) -> int:
         """Run a job until it ends, print its output, and return its exit status. By default, raises UsageError.
 
-        After a failure, it is started again, at most `restarts` times, with `spares` in the places of lost hosts.
-        `users`: as in `hold`. Raises HostLost if a host is lost after that, and LaunchError if the job cannot start.
+        After a failure, it starts again, at most `restarts` times, with `spares` in the places of lost hosts. `users`:
+        as in `hold`. Raises HostLost and LaunchError.
         """
-        text = N_("the launcher {launcher} cannot run a job; tune with ssh, slurm or ray")
-        raise UsageError(_(text, launcher=self.name))
+        raise UsageError(_("the launcher {launcher} cannot run a job; tune with ssh, slurm or ray", launcher=self.name))
 
     def usable_hosts(self, hosts: Sequence[str]) -> tuple[str, ...]:
         """Return those of `hosts` that have not failed too often. By default, return all."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from flagcore.domain.launch import Exit, Launch
 from flagcore.errors import HostLost, UsageError
 from flagcore.i18n import N_, _
+from flagcore.launchers.script import ALONE
 from flagcore_hosts.checks import warn
 from flagcore_hosts.connection import LOGS
 from flagcore_hosts.launching import HostsRunning, HostTrials
@@ -116,7 +117,7 @@ def run_job(
     progress, used, starts = Progress(is_alone=bool(restarts) and count == 1), 0, 0
     with launcher.keep_agents():
         while True:
-            variables = {"PET_MAX_RESTARTS": str(restarts - used)} if progress.is_alone else {}
+            variables = {"PET_MAX_RESTARTS": str(restarts - used), **ALONE} if progress.is_alone else {}
             given = replace(job, environment={**variables, **job.environment})
             running = _start(launcher, given, hosts, wait=starts > 0)
             hosts = (*running.launch.hosts, *(each for each in hosts if each not in running.launch.hosts))

@@ -24,7 +24,7 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.spec import HOSTFILE
 from flagcore.errors import FlagError, SpecError, UsageError
 from flagcore.i18n import N_, _, did_you_mean
-from flagcore.launchers.script import checked_name, job_name
+from flagcore.launchers.script import ALONE, checked_name, job_name
 from flagcore.report.formats import hardware_text
 from flagcore.report.text import answers_text, candidate_text
 from flagcore.tuner.devices import without_local_devices
@@ -198,8 +198,7 @@ def _job(
     make = partial(make, candidate=candidate, options=options, image=servers_of.image(platform))
     per_server = exporter is not None and exporter.per_server
     servers = servers_of.servers(platform, candidate, name) if per_server else (candidate, 1)
-    restarts = options.get("restarts")
-    if restarts and not snapshot.task.spec.work.has_steps:
+    if (restarts := options.get("restarts")) and not snapshot.task.spec.work.has_steps:
         raise UsageError(_("--restarts is for training: what starts servers decides about them"))
     if copies > 1 and (isinstance(servers, ServerGroups) or snapshot.task.spec.work.has_steps):
         raise UsageError(_("--replicas is for equal servers, each on one host"))
@@ -211,7 +210,7 @@ def _job(
     per_node = max(group.devices_per_node for group in snapshot.task.cluster.groups)
     used = servers_of.device_counts(snapshot.task, columns_of(snapshot, single_server))
     job = make(launch=launch, devices=min(per_node, int(used[0])), replicas=replicas * copies)
-    in_place = {"PET_MAX_RESTARTS": restarts} if restarts and job.nodes == 1 else {}
+    in_place = {"PET_MAX_RESTARTS": restarts, **ALONE} if restarts and job.nodes == 1 else {}
     return replace(job, launch=replace(launch, environment={**launch.environment, **in_place}))
 
 
