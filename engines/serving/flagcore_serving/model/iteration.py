@@ -217,7 +217,8 @@ def _of_experts(
     if (experts := serving.experts) is None:
         return none, none, none
     busiest = imbalance(experts, settings)
-    exchanged = layers * exchange(experts, serving, settings, costs, tokens) * busiest
+    exchanged = layers * exchange(experts, serving, settings, costs, tokens)
+    exchanged = exchanged * np.where(settings.exchanges, busiest, 1.0)  # gathers are of all tokens
     summed = none
     if serving.overheads.sums_prompts:
         summed = layers * summed_exchange(experts, serving, settings, costs, tokens)
