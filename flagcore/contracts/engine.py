@@ -360,6 +360,10 @@ class Engine(ABC):
         """
         return None
 
+    def shortage(self, figures: Mapping[str, float]) -> str:
+        """Return what memory that it sets aside is too small, of a candidate with these figures. By default none."""
+        return ""
+
     def shorter_batch(self, task: Task, candidate: Candidate, share: float) -> int | None:
         """Return a smaller global batch size for trials with shortened steps, or None, the default, if there is none.
 

@@ -111,7 +111,8 @@ def _smallest_text(problem: Problem, rows: IntArray) -> str:
     predictions = problem.predictions
     capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
     row = int(rows[np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)[rows])])
-    return _(
+    short = problem.engine.shortage({name: float(each[row]) for name, each in predictions.figures.items()})
+    text = _(
         "the candidate with the lowest memory use needs ~{need:.4g} of {have:.4g} GiB per device ({budget}): "
         "{candidate}",
         need=predictions.device_used_bytes[row] / 2**30,
@@ -119,6 +120,7 @@ def _smallest_text(problem: Problem, rows: IntArray) -> str:
         budget=_budget_from(problem.task),
         candidate=str(problem.set_knobs(problem.space.candidate(row))) or _("engine defaults"),
     )
+    return f"{text}; {short}" if short else text
 
 
 def caveat_text(problem: Problem) -> str:

@@ -17,7 +17,7 @@ from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, Int
 from flagcore.domain.spec import AUTO, ImportNote, Spec, Task
 from flagcore.domain.trial import Answers, Measurement, Trial
 from flagcore.errors import SpecError, UsageError
-from flagcore.i18n import Message, _
+from flagcore.i18n import N_, Message, _
 from flagcore.spec.models import model_from
 from flagcore_serving.advice import spec_warnings, speculations
 from flagcore_serving.bounds import ServingBounds
@@ -364,6 +364,16 @@ class ServingEngine(EngineProfile):
 
     def answers(self, task: Task, change: str, folder: str, baseline: str) -> Answers | None:
         return compared(task, change, folder, baseline)
+
+    def shortage(self, figures: Mapping[str, float]) -> str:
+        cache, least = figures["kv_cache_bytes"], figures["kv_cache_least_bytes"]
+        if cache >= least:
+            return ""
+        text = N_(
+            "its cache of ~{have:.4g} GiB is too small for a request of the longest context, which needs ~{need:.4g}: "
+            "give the cache more memory, or shorten the context to ~{tokens:,.0f} tokens"
+        )
+        return _(text, have=cache / 2**30, need=least / 2**30, tokens=figures["kv_cache_tokens"])
 
     def learned(self, task: Task, trials: Sequence[Trial]) -> Task:
         return with_measured_acceptance(task, trials, self.program.schemes_of(task.spec))

@@ -317,6 +317,7 @@ def _predictions(
         used_bytes = np.where(memory.cache < request_bytes, over_capacity, used_bytes)
     fullest_rows, cache = context.kinds.worst(used_bytes), np.maximum(cache, 0.0)
     figures["kv_cache_bytes"] = np.maximum(memory.cache, 0.0)[fullest_rows]
+    figures["kv_cache_least_bytes"] = request_bytes[fullest_rows]
     if memory.adapters.any():
         figures["adapter_bytes"] = memory.adapters[fullest_rows]
     return Predictions(

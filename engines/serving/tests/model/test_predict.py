@@ -33,6 +33,9 @@ from tests.product.serving_inputs import CHIP, DENSE, EXPERTS, costs, settings
 LOAD = Load(input_len=1024, output_len=128, concurrency=32, num_prompts=64)
 
 
+GIB = float(1 << 30)
+
+
 def task(
     *loads: Load, engine: str = "vllm", objective: str = "output_tokens_per_s", model: Model = DENSE, **serve: object
 ) -> Task:
@@ -83,11 +86,19 @@ def test_every_figure_of_the_domain_is_predicted() -> None:
     found = predicted()
     names = {*RATES, *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS)}
     parts = {f"time.{part}" for part in PARTS}
-    assert set(found.figures) == names | parts | {"kv_cache_bytes", "kv_cache_tokens", "kv_cache_request_bytes"}
+    assert set(found.figures) == names | parts | {
+        f"kv_cache_{each}" for each in ("bytes", "tokens", "request_bytes", "least_bytes")
+    }
     assert all(np.isfinite(values).all() and (values >= 0).all() for values in found.figures.values())
     assert all((found.figures[name] > 0).all() for name in names)
     for name in LATENCIES:
         assert found.figures[f"{name}.p50"] <= found.figures[f"{name}.p90"] <= found.figures[f"{name}.p99"]
+
+
+def test_a_cache_that_holds_no_longest_request_is_named_with_the_context_that_it_holds() -> None:
+    figures = {"kv_cache_bytes": 4 * GIB, "kv_cache_least_bytes": 4.5 * GIB, "kv_cache_tokens": 29_120.0}
+    assert "29,120 tokens" in VLLM.shortage(figures)
+    assert not VLLM.shortage({**figures, "kv_cache_bytes": 4.5 * GIB})
 
 
 @pytest.mark.parametrize(
