@@ -36,7 +36,7 @@ JOBS = {
     "ms-swift": (f"NPROC_PER_NODE=8 swift sft {SWIFT} --deepspeed zero2", "H100-SXM", 1),
     "axolotl": ("axolotl train axolotl.yaml", "RTX4090", 1),
     "torchtitan": (
-        "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-endpoint head:29500 "
+        "srun --nodes 2 torchrun --nnodes=2 --nproc-per-node=8 --rdzv-endpoint head:29500 "
         "-m torchtitan.train --job.config_file t.toml",
         "H100-SXM",
         2,

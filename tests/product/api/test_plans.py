@@ -395,3 +395,13 @@ def test_every_screen_of_a_plan_has_the_same_figures(work: dict[str, Any]) -> No
     assert plan.gain is not None
     assert f"~{gain_text(plan.objective, plan.gain)}" in pages[0] or plan.gain <= 0.0
     assert expected_text(plan).partition(" (")[0] in pages[0]
+
+
+def test_the_fastest_is_recommended_also_if_it_is_the_baseline_beside_the_space_of_the_engine() -> None:
+    profile = {"input_len": 256, "output_len": 64, "concurrency": 8}
+    cluster = {"chip": "H100-SXM", "devices_per_node": 1}
+    data = {"model": "Qwen/Qwen3-0.6B", "cluster": cluster, "serve": {"engine": "vllm", "profile": profile}}
+    found = api.estimate(data, top=1)  # graphs of up to 512 tokens, which a low limit of sequences does not capture
+    assert found.recommended["candidate"] == found.baseline["candidate"]
+    found = api.estimate({**data, "auto_tuner": {"space": {"max_num_seqs": 8}}}, top=1)
+    assert found.recommended["candidate"] != found.baseline["candidate"]
