@@ -1,8 +1,8 @@
 """Prints the files with long tests for the changed files, for `.ci/run`.
 
 Changes are relative to the merge base with `main`, or, on `main`, to the previous commit; the variable BASE names
-another commit. The tests of a source `flagcore/a/b.py` are in the nearest folder of `tests/a/`; FURTHER lists the
-exceptions.
+another commit. The tests of a source `flagcore/a/b.py` are in the nearest folder of `tests/a/`, those of another
+distribution in its folder `tests`; FURTHER lists the others.
 """
 
 import os
@@ -23,20 +23,16 @@ FURTHER = {
     "flagcore/tuner/store.py": ("tests/cli", "tests/tuner/test_store.py"),
     "flagcore/hooks.py": ("extras/testing", "plugins"),
     "flagcore/physics": ("tests/product/vendors",),
-    "engines/megatron/flagcore_megatron": (
-        "engines/megatron/tests",
-        "tests/product/vendors",
-        "tests/product/cli/test_probe.py",
-    ),
+    "engines/megatron/flagcore_megatron": ("tests/product/vendors", "tests/product/cli/test_probe.py"),
     "engines/training/flagcore_training": (
         "engines/megatron/tests",
         "tests/product/vendors",
         "tests/product/cli/test_probe.py",
     ),
     "flagcore/tuner/shorten.py": ("engines/megatron/tests",),
-    "extras/hosts/flagcore_hosts": ("extras/hosts/tests", "extras/kubernetes", "extras/ray"),
-    "extras/testing": ("extras/testing/tests", "plugins"),
-    "extras/vendorkit": ("extras/vendorkit/tests", "extras/testing", "tests/product/vendors", "plugins"),
+    "extras/hosts/flagcore_hosts": ("extras/kubernetes", "extras/ray"),
+    "extras/testing": ("plugins",),
+    "extras/vendorkit": ("extras/testing", "tests/product/vendors", "plugins"),
     "plugins": ("tests/product/vendors",),
     "benchmarks": ("tests/product/test_benchmarks.py",),
     "docs": ("tests/product",),
@@ -72,8 +68,10 @@ def changed(commit: str) -> list[str]:
 def guards(path: str) -> set[str]:
     """Return the files and folders of the tests for a source, a page or a test."""
     places = {place for prefix, further in FURTHER.items() if lies_in(path, prefix) for place in further}
-    if path.startswith(("tests/", "engines/", "plugins/", "extras/")):
+    if path.startswith("tests/") or Path(path).name.startswith("test_"):
         places.add(path if Path(path).name.startswith("test_") else str(Path(path).parent))
+    elif path.startswith(("engines/", "plugins/", "extras/")):
+        places.add("/".join([*Path(path).parts[:2], "tests"]))
     elif path.startswith("flagcore/"):
         folder = Path("tests", *Path(path).parts[1:-1])
         while not (ROOT / folder).is_dir():

@@ -273,7 +273,7 @@ def pods(command: F) -> F:
         ("user NUMBER", N_("Run as this user, with the rights that the Pod Security Standard restricted allows.")),
         ("rdma RESOURCE", N_("Request this resource of network adapters, for RDMA, in each pod.")),
         ("resource NAME", N_("Name of the devices in Slurm or Kubernetes, such as npu [default: the vendor's].")),
-        ("queue NAME", N_("Queue of Kueue or Volcano.")),
+        ("queue NAME", N_("Queue of Kueue or Volcano, or partition of Slurm.")),
         ("volume CLAIM:PATH", N_("Persistent volume claim and its mount point, for kubernetes and dynamo.")),
     ):
         command = click.option(f"--{name.split()[0]}", metavar=name.split()[1], help=text)(command)
@@ -299,8 +299,10 @@ def _with_model(
 ) -> Any:
     slo += tuple(f"p99 {name} {limit}" for name, limit in (("ttft", ttft_p99), ("tpot", tpot_p99)) if limit)
     if model is None:
-        if any(value is not None for value in (engine, nodes, devices)):
-            raise click.UsageError(_("--engine, --nodes and --devices require --model; use --set with SPEC"))
+        if engine is not None:
+            raise click.UsageError(_("--engine requires --model; with SPEC, use --set"))
+        sizes = [f"cluster.{key}={n}" for key, n in (("nodes", nodes), ("devices_per_node", devices)) if n]
+        spec = api.with_settings(spec, sizes) if sizes and spec is not None else spec
     elif (spec is not None and "candidate" not in others) or others.get("jobs") is not None:
         raise click.UsageError(_("--model replaces SPEC"))
     else:
@@ -315,8 +317,8 @@ model = _adding(
     _with_model,
     click.option("--model", metavar="MODEL", help=N_("This model instead of SPEC: a path or public name.")),
     click.option("--engine", metavar="NAME", help=N_("With --model: engine [default: a serving engine].")),
-    click.option("--nodes", type=click.IntRange(1), help=N_("With --model: number of hosts [default: 1].")),
-    click.option("--devices", type=click.IntRange(1), help=N_("With --model: devices per host [default: all].")),
+    click.option("--nodes", type=click.IntRange(1), help=N_("Number of hosts [default: of SPEC, else 1].")),
+    click.option("--devices", type=click.IntRange(1), help=N_("Devices per host [default: of SPEC, else all].")),
     click.option("--slo", multiple=True, metavar="LIMIT", help=N_("Latency limit, such as p99 ttft 1s (repeatable).")),
     click.option("--ttft-p99", metavar="TIME", help=N_("Short for --slo 'p99 ttft TIME'.")),
     click.option("--tpot-p99", metavar="TIME", help=N_("Short for --slo 'p99 tpot TIME'.")),

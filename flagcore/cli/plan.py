@@ -71,6 +71,9 @@ def estimate_command(
     modes = (arguments["evidence"] or None, explain, arguments["like"], arguments["report"])
     if sum(each is not None for each in modes) > 1:
         raise click.UsageError(_("--evidence, --explain, --like and --report are mutually exclusive"))
+    is_listed = every or click.get_current_context().get_parameter_source("top") is not ParameterSource.DEFAULT
+    if is_listed and any(each is not None for each in modes[:3]):
+        raise click.UsageError(_("--top and --all have no use with --evidence, --explain and --like"))
     _estimate_spec(spec, top, explain, form, distinct=not every and explain is None, **arguments)
 
 

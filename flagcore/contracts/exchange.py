@@ -155,8 +155,8 @@ class Exporter(Protocol):
     `most_vendors`: the number of vendors whose nodes of several kinds it starts, each with its own flags; default 0.
     """
 
-    targets: Collection[str]
-    """The names of the targets, for `flag export --to`."""
+    targets: Mapping[str, Collection[str]]
+    """The names of the targets, for `flag export --to`, each with the options of `ExportJob` that it reads."""
     per_server: bool
     """Whether the target starts all replicas of a server itself, and needs only the launch of one."""
 

@@ -105,7 +105,8 @@ def _predicted(
         raise NothingFits(_nothing_legal(space, legal))
     columns = candidate_columns(platform, values)
     is_hopeless = any(rule.name in space.illegal and rule.broken(columns).any() for rule in rules)
-    space, adds_baseline = space.with_candidate(baseline), space.find(baseline) is None and not is_hopeless
+    is_outside = bool(platform.task.spec.space) and space.find(baseline) is None
+    space, adds_baseline = space.with_candidate(baseline), is_outside and not is_hopeless
     return space, predict(platform, space), known_s, baseline, is_usual, adds_baseline
 
 

@@ -39,8 +39,7 @@ def record(name: str, tensor: int, measured: dict[str, float], **changes: Any) -
     return {**JOB, "id": name, "candidate": candidate, "measured": measured, **changes}
 
 
-@pytest.mark.costly
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_accuracy_page_includes_invalid_records(tmp_path: Path) -> None:
     data, docs, fitted = tmp_path / "data", tmp_path / "docs", tmp_path / "fitted.json"
     data.mkdir()

@@ -257,7 +257,7 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
     number = np.searchsorted(stage_ends, [rank], side="right")
     index = np.minimum(number, stage_ends.size - 1).astype(np.float64)
     rank_stage = stage(train.model, layout, index, train.options)
-    (in_use,) = stages_in_use(train, layout, group_costs, [rank_stage])
+    (in_use,) = stages_in_use(train, layout, group_costs, [rank_stage], alone=True)
     group = int(placement.group(index)[0])
     times = [float(time[0]) for time in rank_time(train, placement.layouts[group], group_costs.groups[group], index)]
     compute, optimizer = (time if np.isfinite(time) else None for time in times)

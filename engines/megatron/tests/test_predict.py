@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 from flagcore_megatron.engine import ENGINE
-from flagcore_megatron.predict import components, layout_of, predict, training
+from flagcore_megatron.predict import components, layout_of, predict, rank_figures, training
 from flagcore_megatron.space.knobs import candidate_columns
 from flagcore_training.schedules import SCHEDULES
 
@@ -84,6 +84,9 @@ def test_each_communicator_of_a_layout_takes_its_buffers() -> None:
     used = predict(task(EXPERTS, nodes=2), columns(tensor_model_parallel_size=[2], data_parallel_size=[4]), wide)
     near = predict(task(EXPERTS), columns(tensor_model_parallel_size=[2], data_parallel_size=[4]), wide)
     np.testing.assert_allclose(used.device_used_bytes - near.device_used_bytes, 2e10)  # all ranks, and the replicas
+    rows = columns(tensor_model_parallel_size=[2], data_parallel_size=[4])
+    alone = [rank_figures(task(EXPERTS, nodes=2), rows, 0, each).device_used_bytes for each in (wide, costs())]
+    assert alone[0] == alone[1]
 
 
 @pytest.mark.parametrize(("overlap", "share"), [(False, 0.040), (True, 0.133)])

@@ -29,6 +29,7 @@ class Dialect(dialect.Dialect):
     trial: Mapping[str, Any]
     step: str
     parts: Mapping[str, str]
+    mismatch: str
     bare: bool = False
     asynchronous: str = ""
     variants: str = ""

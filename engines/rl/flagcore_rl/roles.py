@@ -29,7 +29,11 @@ SEQUENCES = ("max_num_seqs", "max_running_requests")
 """The knobs of serving engines for the share of the memory, and for the number of answers at once."""
 
 USUAL: Mapping[str, SettingValue] = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-USUAL_EXPERTS: Mapping[str, SettingValue] = {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
+USUAL_EXPERTS: Mapping[str, SettingValue] = {
+    "moe_grouped_gemm": True,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+}
 """What the frameworks set in a trainer that has such settings, and for experts: NeMo-RL v0.5.0 `grpo_math_1B.yaml`, and
 the bridges of NeMo-RL and verl (Megatron-Bridge, mbridge `qwen3moe.py`)."""
 

@@ -18,7 +18,7 @@ from flagcore_rl.predict import batches
 from flagcore import api
 from flagcore.api.inputs import open_spec
 from flagcore.domain.space import Candidate
-from flagcore.errors import LaunchError, SpecError
+from flagcore.errors import FlagError, LaunchError, SpecError
 from flagcore.plugins import find_engine
 from tests.plugins.conftest import Install
 from tests.plugins.conftest import install as install
@@ -400,6 +400,36 @@ def test_times_of_steps_and_of_their_parts_are_read(name: str, folder: Path) -> 
     assert (found.step_times_s, found.step_time_s) == ((10.0, 11.0), 10.5)
     parts = {"generation_s": 6.5, "logprobs_s": 1.5, "training_s": 2.0} if name != "trl" else {}
     assert found.figures == parts
+
+
+MISMATCHES = {
+    "verl": "step:1 - training/rollout_probs_diff_max:0.9 - training/rollout_probs_diff_mean:{} - actor/loss:0.1",
+    "nemo-rl": "  • Loss: 0.1\n  • Generation KL Error: {}\n  • Avg Reward: 0.2",
+    "slime": "step 1: {{'train/loss': 0.1, 'train/train_rollout_logprob_abs_diff': {}, 'train/grad_norm': 2.0}}",
+    "openrlhf": "Global step 1: {{'vllm_kl': -{}, 'timing/step_total': 3.0}}",
+    "trl": "{{'loss': '0.1', 'sampling/sampling_logp_difference/mean': '{}', 'step_time': '3.0'}}",
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_rollout_that_differs_more_from_the_trainer_than_the_baselines_has_other_answers(
+    name: str, folder: Path
+) -> None:
+    engine = find_engine(name, "rl.engine")
+    for trial, value in {"base": "0.0100", "same": "1.2e-02", "wrong": "0.8", "silent": None}.items():
+        (folder / trial).mkdir()
+        line = "" if value is None else MISMATCHES[name].format(value)
+        (folder / trial / "stdout.log").write_text(f"start\n{line}\n")
+    base, same, wrong, silent = (str(folder / each) for each in ("base", "same", "wrong", "silent"))
+    found = engine.answers(None, "rounding", same, base)
+    assert found.difference == pytest.approx(0.2)
+    assert found.difference < found.limit
+    found = engine.answers(None, "rounding", wrong, base)
+    assert found.difference == pytest.approx(79)
+    assert found.difference > found.limit
+    assert engine.answers(None, "rounding", silent, base) is None
+    with pytest.raises(FlagError):
+        engine.answers(None, "changes", silent, base)
 
 
 def test_processes_need_a_launcher(folder: Path) -> None:

@@ -27,7 +27,7 @@ from flagcore_serving.load.figures import SteadyState
 from flagcore_serving.load.traffic import in_flight, traffic
 from flagcore_serving.model.predict import predict
 from flagcore_serving.model.simulation import Simulation
-from flagcore_serving.model.work import HOST_RATE, Overheads, overheads_of
+from flagcore_serving.model.work import HOST_RATE, Overheads, build_of, overheads_of
 from flagcore_serving.published import published
 from flagcore_serving.schedules import schedule_of
 from flagcore_serving.space import knobs as common_knobs
@@ -105,7 +105,7 @@ class ServingPlans(Plans):
 class ServingEngine(EngineProfile):
     """A serving engine: its search space, predictions and trials, as all serving engines have them."""
 
-    targets: Collection[str] = ("compose",)
+    targets: Mapping[str, Collection[str]] = {"compose": ("image",)}
     per_server: bool = False
     failures = PATTERNS
 
@@ -143,14 +143,15 @@ class ServingEngine(EngineProfile):
         """Return the engine's overheads for a task.
 
         `on_host`: whether the CPU that schedules also computes. Small kernels then have no launch overhead. `on_chip`:
-        overheads that differ on the chip. Raises SpecError for an unknown name of these.
+        overheads that differ on the chip; a build has its own. Raises SpecError for an unknown name of these.
         """
-        serve = task.spec.serve
+        serve, releases = task.spec.serve, self.program.overheads
         on_chip = on_chip or {}
         if unknown := sorted(on_chip.keys() - {each.name for each in fields(Overheads)}):
             problem = f"is not an overhead of {self.program.title}"
             raise SpecError(file="quirks.yaml", key=f"overheads.values.{unknown[0]}", problem=problem)
-        overheads = replace(overheads_of(self.program.overheads, serve.engine_version), **on_chip)
+        on_chip = {} if build_of(releases, serve.engine_version) else on_chip
+        overheads = replace(overheads_of(releases, serve.engine_version), **on_chip)
         if on_host:
             overheads = replace(overheads, attention=0.0, latent=0.0, ffn=0.0, experts={})
             if self.host_times is not None:

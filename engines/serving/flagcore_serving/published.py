@@ -3,8 +3,8 @@
 - The KV cache has 8-bit elements if the chip computes in 4 bits and the weights have fewer than 16 bits: recipes for
   such chips use such a cache, and the numbers of requests in published points confirm it. Otherwise it has 16 bits.
 - If the weights take more than 80% of a device's memory, the engine may use 95% of that memory.
-- A missing release, or a commit instead of a release, is replaced with `PublishedRuns.release`, which dates from the
-  time of the measurements.
+- A missing release, or a commit instead of a release, but no build (`model.work.build_of`), is replaced with
+  `PublishedRuns.release`, which dates from the time of the measurements.
 - Experts on several hosts have the copies, load balancer, chunks and overlap of published recipes, unless the record
   has one of these or an exchange, and the exchange of published runs, unless it has one.
 - Lengths that only the client of InferenceX or of an engine's own pages has are drawn from the range of that client.
@@ -26,6 +26,7 @@ from flagcore.domain.spec import Task
 from flagcore_serving.job import ServeSpec
 from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.model.simulated_load import STEADY_RATIO, WAVES_IN_FLIGHT
+from flagcore_serving.model.work import build_of
 from flagcore_serving.space import knobs as common_knobs
 from flagcore_serving.space import rules
 from flagcore_serving.space.hardware import DP, EP, PP, PREFILL_DECODE, TP, Hardware, count
@@ -55,7 +56,8 @@ def published(engine: EngineProfile, task: Task, values: Mapping[str, KnobValue]
     parsed = engine.parse(values)
     if runs.cache_type and serve.precision not in WIDE_PRECISIONS and "fp4" in chip.dense_flops_per_second:
         parsed.setdefault(common_knobs.KV, runs.cache_type)
-    if runs.release and release(serve.engine_version or "") is None:
+    version = serve.engine_version or ""
+    if runs.release and release(version) is None and not build_of(engine.program.overheads, version):
         serve = replace(serve, engine_version=runs.release)
     serve, lengths = _as_sent(serve, runs), (serve.loads[0].input_len, serve.loads[0].output_len)
     assumed = _as_in_production(engine, task, parsed)

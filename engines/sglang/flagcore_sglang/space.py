@@ -12,7 +12,8 @@ from collections.abc import Mapping
 
 import numpy as np
 from flagcore_importers.programs import release, strip_dashes
-from flagcore_models.layers import attention_counts, latent_layers, state_bytes
+from flagcore_models.layers import attention_counts, latent_layers, mixer_counts, state_bytes
+from flagcore_models.mixers.compressed_attention import CompressedAttention
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_serving.job import EngineArg
 from flagcore_serving.space import adapters, knobs
@@ -33,6 +34,9 @@ HICACHE, STORAGE = "hicache_size", "hicache_storage_backend"
 NGRAM, NEED_DRAFT_MODEL = "NGRAM", ("EAGLE", "EAGLE3", "STANDALONE")
 MIN_RUNNING = 2048
 """The smallest default that SGLang uses for max_running_requests."""
+COMPRESSED_RUNNING, COMPRESSED_BYTES = 256, 584 / 512
+"""The default of models with compressed attention (DeepSeek-V4), and the bytes of an element of a key: 8 bits but for
+64 of 512, with scales (0.5.23 `arg_groups/deepseek_v4_hook.py`, `overrides.py`)."""
 STATE_RATIO, STATE_SLOTS = 0.9, 5.0
 """SGLang's memory for states relative to that for tokens, and states per running request with a radix cache: three, and
 two for states that it tracks (0.5.23 `kv_cache_configurator.py`)."""
@@ -290,13 +294,19 @@ def element_bytes(task: Task, columns: Columns) -> FloatArray:
     0.5.14 `server_args.py`, 0.5.23 `arg_groups/overrides.py`).
     """
     element = PROGRAM.element_bytes(columns)
+    default = (columns[KV] == 0) | (columns[KV] == PROGRAM.code(KV, "auto"))
+    if _is_compressed(task):
+        return np.where(default | (element == 1.0), COMPRESSED_BYTES, element)
     capability = re.fullmatch(r"sm_(\d+)\d[a-z]?", task.cluster.groups[0].chip.architecture)
     is_new = capability is not None and int(capability[1]) >= 10
     is_sparse = any(isinstance(each, LatentAttention) and each.indexer for each in attention_counts(task.spec.model))
     if not (is_new and is_sparse):
         return element
-    default = (columns[KV] == 0) | (columns[KV] == PROGRAM.code(KV, "auto"))
     return np.where(default, 1.0, element)
+
+
+def _is_compressed(task: Task) -> bool:
+    return any(isinstance(each, CompressedAttention) for each in mixer_counts(task.spec.model))
 
 
 def settings(task: Task, columns: Columns) -> Settings:
@@ -318,12 +328,13 @@ def settings(task: Task, columns: Columns) -> Settings:
     share = np.where(is_long, 0.85 * share, share)
     given = other_args.get("mamba-full-memory-ratio")
     ratio = float(given) if isinstance(given, (int, float)) and given > 0 else STATE_RATIO
+    running = np.maximum(COMPRESSED_RUNNING // values[DP], 1) if _is_compressed(task) else MIN_RUNNING
     return Settings.of(
         task,
         values,
         PROGRAM,
         devices=devices,
-        max_running=np.where(values[RUNNING] > 0, np.maximum(values[RUNNING] // values[DP], 1), MIN_RUNNING),
+        max_running=np.where(values[RUNNING] > 0, np.maximum(values[RUNNING] // values[DP], 1), running),
         max_batched_tokens=tokens,
         block_size=or_default(values[PAGE], 1),
         chunked=(chunk > 0).astype(np.int64),

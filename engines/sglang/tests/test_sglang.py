@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from flagcore_models.catalogue import public_model
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_models.mixers.indexer import Indexer
 from flagcore_sglang.engine import ENGINE as ENGINE
@@ -122,6 +123,14 @@ def test_sparse_latent_attention_caches_fp8_by_default_on_new_chips(
     assert settings(task, **words).cache_element_bytes.item() == 2.0
     task = replace(task, spec=replace(task.spec, model=SPARSE))
     assert settings(task, **words).cache_element_bytes.item() == element
+
+
+def test_compressed_attention_has_its_own_defaults() -> None:
+    task = cards(model=public_model("deepseek-ai/DeepSeek-V4-Flash"))
+    found = settings(task, data_parallel_size=4)
+    assert found.max_running.item() == 64
+    assert found.cache_element_bytes.item() == 584 / 512
+    assert settings(task, max_running_requests=128, kv_cache_type="bfloat16").cache_element_bytes.item() == 2.0
 
 
 def test_the_attention_backend_of_amd_lowers_the_share_and_has_a_workspace() -> None:

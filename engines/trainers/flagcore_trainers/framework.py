@@ -62,6 +62,11 @@ def loss_warnings(task: Task) -> list[str]:
         "the loss of a sample of {length} tokens takes {size} of {memory} GiB: a fused loss (Liger) needs less, which "
         "is not in the predictions; adapters on 4-bit weights (QLoRA) leave more memory"
     )
+    if train.adapter and train.adapter.base == "nf4":
+        text = N_(
+            "the loss of a sample of {length} tokens takes {size} of {memory} GiB: a fused loss (Liger) needs less, "
+            "which is not in the predictions"
+        )
     if on:
         text = N_(
             "the loss of a sample of {length} tokens is predicted with {size} of {memory} GiB: with {on}, which is not "
@@ -146,7 +151,7 @@ def launch(
                 value = "FULL_SHARD" if value else "SHARD_GRAD_OP"
         settings[key.lstrip("!")] = value
     words = _changed(read, settings, folder)
-    words = start.of_each_host(words) if spec.cluster.nodes > 1 else words
+    words = start.of_each_host(words, is_started=spec.on_each_host) if spec.cluster.nodes > 1 else words
     return Launch(argv=words, folder=folder, directory=spec.train.directory)
 
 

@@ -238,7 +238,9 @@ def knob_of(name: str, row: KnobRow) -> Knob:
     return Knob(
         name=name,
         label=row.label or "",
-        help=f"Means {meaning}." if meaning else "A knob of the program, without a prediction.",
+        help=f"A setting of the program, predicted as {meaning}."
+        if meaning
+        else "A setting of the program, not predicted.",
         kind=kind,
         words=tuple(str(each) for each in values) if kind == "word" else (),
         minimum=min([1, *numbers]),

@@ -140,7 +140,9 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
     own, baseline = _part(read, shape, devices, replicas, notes)
     if "command" not in own:
         text = f"trials of {own['engine']} do not start it: the spec is for `flag estimate`"
-        if not read.on_megatron:
+        if read.on_megatron:
+            text += ", whose values belong in the command"
+        else:
             own |= {"command": [*read.words], "directory": str(read.directory)}
             text += " and `flag export`"
         notes.note("command", text, "train.engine")

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flagcore_importers.batch import slurm_options
 from flagcore_importers.dialect import placed
+from flagcore_training.commands import PYTHON, STARTERS
 
 from flagcore.domain.files import replace as write_file
 from flagcore.domain.space import KnobValue
 from flagcore.errors import LaunchError, SpecError
+from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import dump_yaml, package_yaml, read_text
 from flagcore_trainers.program import KnobRow
 
@@ -111,11 +114,23 @@ def argv_of(
     return tuple(argv)
 
 
-def of_each_host(words: Sequence[str]) -> tuple[str, ...]:
-    """Return a command for several hosts with the addresses and the rank of its host in the options of its launcher."""
+def of_each_host(words: Sequence[str], *, is_started: bool) -> tuple[str, ...]:
+    """Return a command for several hosts with the addresses and the rank of its host in the options of its launcher.
+
+    `is_started`: whether something starts it on each host, so that its own srun is left out. Raises LaunchError if it
+    starts each rank, not a launcher of ranks.
+    """
     found = list(words)
-    for name, _value, first, end in reversed([*placed(words)]):
-        before, equals, _old = words[first].partition("=")
+    place = next((n for n, word in enumerate(words) if STARTERS.fullmatch(Path(word).name)), None)
+    if is_started and place is not None:
+        _options, rest = slurm_options(words[place + 1 :])
+        of_ranks = PYTHON.fullmatch(Path(rest[0]).name) and "torch.distributed.run" not in rest
+        if Path(words[place]).name != "srun" or of_ranks:
+            text = N_("{program} starts all ranks: give the command of one host, in which torchrun starts its ranks")
+            raise LaunchError(_(text, program=words[place]))
+        found[place:] = rest
+    for name, _value, first, end in reversed([*placed(found)]):
+        before, equals, _old = found[first].partition("=")
         if name in OF_HOST and (equals or end > first + 1):
             found[first : first + 2 - bool(equals)] = [f"{before}={OF_HOST[name]}"]
     return tuple(found)

@@ -244,7 +244,7 @@ class Trainer(Engine):
         added = () if for_real else program.trial_args
         argv = start.argv_of(command, program.knobs, values, placeholders, (*spec.train.flags, *added), written)
         if for_real and spec.cluster.nodes > 1:
-            argv = start.of_each_host(argv)
+            argv = start.of_each_host(argv, is_started=spec.on_each_host)
         if not for_real and self._needs_clock():
             argv = (sys.executable, "-m", "flagcore_trainers.clock", *argv)
         own = {row.env: self._word(name, values[name]) for name, row in program.knobs.items() if row.env}

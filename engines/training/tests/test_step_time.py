@@ -205,9 +205,19 @@ def test_latent_attention_and_an_unfused_router_launch_more_kernels_and_hybridep
     latent = replace(sparse, model=replace(LATENT, num_layers=SPARSE.num_layers))
     plain = total(sparse, slow, expert=8.0)
     assert total(latent, slow, expert=8.0) > 1.1 * plain
-    for options in ({"router_fusion": True}, {"dispatcher": "flex"}, {"dispatcher": "hybridep"}):
+    fused: dict[str, Any] = {"router_fusion": True}
+    for options in (fused, {"router_loss": False}, {"dispatcher": "flex"}, {"dispatcher": "hybridep"}):
         assert (fewer := total(with_options(sparse, **options), slow, expert=8.0)) < plain
     assert fewer < total(with_options(sparse, dispatcher="flex"), slow, expert=8.0)
+
+
+def test_a_ring_uses_one_link_of_a_full_mesh_and_ulysses_all() -> None:
+    node, *others = TOPOLOGY.levels
+    node = replace(node, bytes_per_second=200e9, pair_share=1 / 7)
+    mesh = replace(costs(), collectives=Collectives(topology=Topology(levels=(node, *others))))
+    train = replace(TRAIN, model=replace(DENSE, num_query_groups=32), sequence=32768)
+    ring, ulysses = (total(with_options(train, cp_comm=each), mesh, context=8.0, data=1.0) for each in ("p2p", "a2a"))
+    assert ring > 1.1 * ulysses
 
 
 def test_a_single_rank_has_no_wait_time() -> None:

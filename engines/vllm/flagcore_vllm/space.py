@@ -351,6 +351,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         # `v1/core/sched/scheduler.py`: _mamba_block_aligned_split
         chunk_tokens=block_tokens(task, values) * (values[PREFIX] == 1) * bool(state_bytes(task.spec.model)),
         context_len=context,
+        fits_context=values[CONTEXT] < 0,
         chunked=values[CHUNKED],
         graph_tokens=np.where(~_without_graphs(values), graph_tokens(task), 0),
         whole=np.select([values[GRAPHS] == 0, values[GRAPHS] == PIECEWISE], [np.nan, 0.0], 1.0),

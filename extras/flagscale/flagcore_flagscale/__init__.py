@@ -26,7 +26,7 @@ class FlagScale:
     """Imports hydra configurations and history.csv files, and exports candidates as configurations."""
 
     name, title, has_trees = "flagscale", "FlagScale", True
-    targets: Collection[str] = ("flagscale",)
+    targets: Mapping[str, Collection[str]] = {"flagscale": ("replicas",)}
     per_server = True
     most_vendors = sys.maxsize
 

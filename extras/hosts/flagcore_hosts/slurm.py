@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from flagcore.contracts import ExportJob, Launcher
@@ -32,7 +32,7 @@ def channel(host: str) -> list[str]:
 class SlurmLauncher(HostsLauncher):
     """A launcher for Slurm allocations, which also exports jobs as batch scripts."""
 
-    targets: Collection[str] = ("slurm",)
+    targets = {"slurm": ("resource", "queue", "restarts")}  # noqa: RUF012
     per_server: bool = False
     most_vendors: int = 1
     fix = "start `flag tune` with salloc or sbatch"
@@ -115,10 +115,11 @@ def slurm_step(job: ExportJob, start: str) -> str:
 
 
 def of_devices(job: ExportJob, support: EngineSupport, devices: int) -> str:
-    """Return Slurm's option for a number of devices of each node."""
+    """Return Slurm's options for a number of devices of each node, and for the queue."""
     name = job.options.get("resource", support.slurm.name if support.slurm else "gpu")
     usual = "cpus-per-task=" if support.shared_devices else "gpus-per-node="
-    return f"{usual if support.shared_devices or name == 'gpu' else f'gres={name}:'}{devices}"
+    queue = f" --partition={job.options['queue']}" if "queue" in job.options else ""
+    return f"{usual if support.shared_devices or name == 'gpu' else f'gres={name}:'}{devices}{queue}"
 
 
 def _script_of_kinds(job: ExportJob) -> str:

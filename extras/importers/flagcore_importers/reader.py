@@ -18,10 +18,11 @@ from flagcore_importers.batch import GPUS
 from flagcore_importers.choice import OF_HOST, OF_MACHINE, Input, engines_in, not_one, others, unset_names, untuned
 from flagcore_importers.containers import images_of
 from flagcore_importers.starts import Reader
-from flagcore_importers.values import split_words
+from flagcore_importers.values import split_words, text_of
 
 MAX_WORDS = 5000
 _DEVICES = "VISIBLE_DEVICES"
+_NAMES_SCRIPT = re.compile(r"[\w./-]+\.(?:sh|bash|slurm|sbatch)\b")
 _OF_NETWORK = re.compile("_(IFNAME|HCA)$")
 _THIS_HOST = re.compile(r"127\.0\.0\.1|localhost|//:")
 
@@ -116,7 +117,8 @@ class _Conversion:
         """Return the spec with `script` as the command, or with the program alone. `reason`: why without the script."""
         start, notes = self.start, self._notes(script, reason)
         script = tuple(_with_references(word, notes) if "\n" in word else word for word in script)
-        of_job = {name: value for name, value in start.job.items() if script and name not in GPUS}
+        named = _names_in(" ".join([self.text, *script])) - {*GPUS} if script else ()
+        of_job = {name: value for name, value in start.job.items() if name in named}
         envs = self._envs({**start.envs, **of_job}, notes)
         hosts = {name: value for name, value in start.envs.items() if name == "NNODES"}  # not in trials, but of the job
         of_program = replace(start, envs=envs, job={**start.job, **hosts})
@@ -176,6 +178,13 @@ class _Conversion:
         if not value and start.script:
             return "dropped: its value is not known here"
         return "dropped: it is part of the command" if _is_word(name, value, start.words, text) else ""
+
+
+def _names_in(text: str, depth: int = 0) -> set[str]:
+    """Return the words in the text of a script, and in those of the scripts that it names: it reads no other variable
+    of its batch job."""
+    inner = (text_of(Path(name)) for name in (_NAMES_SCRIPT.findall(text) if depth < 3 else ()))
+    return {*re.findall(r"\w+", text)}.union(*(_names_in(each, depth + 1) for each in inner))
 
 
 def _with_references(text: str, notes: Notes) -> str:

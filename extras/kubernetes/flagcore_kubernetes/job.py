@@ -143,6 +143,8 @@ ROLE, LEADER = "role", "leader"
 def export(job: ExportJob) -> Mapping[str, str]:
     """Return the manifest of a job. Raises UsageError if an option is missing or invalid."""
     kind = job.options.get("kind", "jobset")
+    if job.is_server and "kind" in job.options:
+        raise UsageError(_("--kind is for training: servers are a Deployment, StatefulSets or LeaderWorkerSets"))
     image = job.options.get("image", job.image)
     if not image:
         raise UsageError(_("--to kubernetes needs --image, an image with the program of the candidate"))

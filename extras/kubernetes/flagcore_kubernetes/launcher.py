@@ -4,7 +4,7 @@ It also exports jobs as manifests.
 """
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flagcore_hosts.connection import agent_command
@@ -21,6 +21,10 @@ PORT_VARIABLE = "FLAGCORE_PORT"
 """Environment variable with the port on which the tuning pod listens."""
 JOIN_SECONDS = 600.0
 """Maximum time in seconds until all pods have joined. Pulling large images takes long."""
+TARGETS = {
+    "kubernetes": ("image", "kind", "pods", "queue", "rdma", "replicas", "resource", "restarts", "user", "volume"),
+    "dynamo": ("image", "replicas", "resource", "volume"),
+}
 HUB = Hub("kubernetes", "flagcore_kubernetes.hub")
 
 
@@ -47,7 +51,7 @@ def _name(host: str) -> str:
 class KubernetesLauncher(HostsLauncher):
     """The launcher, which also exports jobs as manifests."""
 
-    targets: Collection[str] = ("kubernetes", "dynamo")
+    targets = TARGETS
     per_server: bool = True
     fix = "start the job that `flag manifest` writes"
 

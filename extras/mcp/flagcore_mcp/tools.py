@@ -123,7 +123,7 @@ RECORDS = {"type": "array", "items": RECORD}
 PATHS = {"type": "array", "items": {"type": "string"}, "description": "Paths of the files that were written."}
 TOOLS = (
     Tool("estimate", ("estimate",), {"anyOf": [RECORDS, RECORD]}, frozenset({"report"})),
-    Tool("size", ("size",), RECORDS, frozenset({"to", "name"})),
+    Tool("size", ("size",), RECORD, frozenset({"to", "name"})),
     Tool("explain", ("explain",), RECORD),
     Tool("compare", ("compare",), RECORD),
     Tool("runs", ("runs", "list"), RECORDS),

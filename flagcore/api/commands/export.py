@@ -60,7 +60,8 @@ def export(
     snapshot = load_snapshot(where, chip, without)
     chosen = legal_candidate(snapshot.problem, named_columns(snapshot, candidate)[0])
     folder = Path(output) if output is not None else Path(f"{job_id}-{target}")
-    _require_empty(folder)
+    if folder.exists() and (not folder.is_dir() or any(each.name != DRAFT for each in folder.iterdir())):  # or a rest
+        raise UsageError(_("{folder} is not empty: delete it or choose another folder", folder=folder))
     require_startable(snapshot.problem, chosen, elsewhere=True)
     work = snapshot.problem.task.spec.work
     if work.missing:
@@ -73,26 +74,15 @@ def export(
         except UsageError as error:
             others = (each for each in export_targets(work.engine) if each != target)
             accepted = [each for each in others if _is_accepted(files_of, each)]
-            known = [_("targets that accept this job: {known}", known=", ".join(accepted))] if accepted else []
+            known = [_("targets that accept this: {known}", known=", ".join(accepted))] if accepted else []
             raise UsageError("; ".join([str(error), *known])) from None
-        for file, text in files.items():
-            _write(draft / file, text)
+        for name, text in files.items():
+            (file := draft / name).parent.mkdir(exist_ok=True)
+            file.write_text(text, "utf-8", errors="surrogateescape")
+            file.chmod(0o755 if text.startswith("#!") else 0o644)  # a script can be executed
     text = N_("the job trains on generated data until you replace the sample arguments; add {missing}")
     notes = (_(text, missing=missing),) if missing else ()
     return Exported(files=tuple(sorted(each for each in folder.rglob("*") if each.is_file())), notes=notes)
-
-
-def _require_empty(folder: Path) -> None:
-    """Raise UsageError if there is anything but the rest of an export that was killed."""
-    if folder.exists() and (not folder.is_dir() or any(each.name != DRAFT for each in folder.iterdir())):
-        raise UsageError(_("{folder} is not empty: delete it or choose another folder", folder=folder))
-
-
-def _write(file: Path, text: str) -> None:
-    """Write an exported file. A script can be executed."""
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(text, "utf-8", errors="surrogateescape")
-    file.chmod(0o755 if text.startswith("#!") else 0o644)
 
 
 @contextmanager
@@ -145,6 +135,9 @@ def _files(
         text = N_("--to {target} starts all nodes with one command, but this cluster has several kinds of chips")
         text = N_("--to {target} starts no collective library that connects chips of several vendors") if most else text
         raise UsageError(_(text, target=target))
+    read = ("restarts", *("resource", "queue") * (job.nodes > 1)) if exporter is None else exporter.targets[target]
+    if unread := [each for each in options if each not in read]:
+        raise UsageError(_("--to {target} has no use for --{option}", target=target, option=unread[0]))
     files = {f"{name}.sh": start_script(job)} if exporter is None else exporter.export(job, target)
     return files, job.launch.missing if job.launch.sample else ""
 
@@ -200,16 +193,15 @@ def _job(
     platform = snapshot.problem.platform
     platform = platform if exporter is None or exporter is engine else without_local_devices(platform)
     platform = _elsewhere(platform, exporter, engine)
-    comments = _comments(snapshot, candidate)
     servers_of, copies = snapshot.problem.engine, int(options.get("replicas", 1))
-    make = partial(ExportJob, name=name, comments=comments, platform=platform, candidate=candidate, options=options)
-    make = partial(make, image=servers_of.image(platform))
+    make = partial(ExportJob, name=name, comments=_comments(snapshot, candidate), platform=platform)
+    make = partial(make, candidate=candidate, options=options, image=servers_of.image(platform))
     per_server = exporter is not None and exporter.per_server
     servers = servers_of.servers(platform, candidate, name) if per_server else (candidate, 1)
     if (restarts := options.get("restarts")) and not snapshot.task.spec.work.has_steps:
         raise UsageError(_("--restarts is for training: what starts servers decides about them"))
-    if copies > 1 and (isinstance(servers, ServerGroups) or not per_server or snapshot.task.spec.work.has_steps):
-        raise UsageError(_("--replicas is for equal servers, each on one host, and targets that start several"))
+    if copies > 1 and (isinstance(servers, ServerGroups) or snapshot.task.spec.work.has_steps):
+        raise UsageError(_("--replicas is for equal servers, each on one host"))
     if isinstance(servers, ServerGroups):
         groups = tuple(replace(each, launch=prepared_launch(platform, each.launch)) for each in servers.groups)
         return make(launch=groups[0].launch, devices=groups[0].devices, servers=replace(servers, groups=groups))
@@ -235,13 +227,9 @@ def _elsewhere(platform: Platform, exporter: Exporter | None, engine: object) ->
     work = work.on_other_machines("image" if in_image else "host")
     if cluster.nodes > 1 and not (exporter is None and spec.on_each_host):
         cluster = replace(cluster, hosts=tuple(ANY_HOST.format(number) for number in range(cluster.nodes)))
-        launcher = ON_HOSTS
+        launcher = "hosts"  # any launcher on hosts that the target determines
     spec = replace(spec, work=work, cluster=cluster, launcher=launcher)
     return replace(platform, task=replace(platform.task, spec=spec))
-
-
-ON_HOSTS = "hosts"
-"""A launcher on several hosts that the target determines."""
 
 
 def _launch(platform: Platform, candidate: Candidate, folder: Path) -> Launch:

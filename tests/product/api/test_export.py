@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from flagcore_testing import fakes
 from engines.megatron.tests.command.real import MEGATRON, PACKAGES, SHIM, needs_megatron_lm
 from extras.kubernetes.tests.test_manifest import checked, found
 from flagcore import api
+from flagcore.api.commands import export as targets
 from flagcore.errors import UsageError
 from flagcore.launchers import network
 from tests.product.doc_pages import ROOT
@@ -156,19 +159,33 @@ def test_a_plan_on_two_chips_is_a_heterogeneous_job_of_slurm(tmp_path: Path) -> 
     assert words[words.index("--hetero-current-device-type") + 1] == "A800-80GB"
 
 
-@pytest.mark.parametrize("start", ["exec torchrun --node-rank=$NODE_RANK", "srun torchrun --node-rank=$SLURM_NODEID"])
-def test_a_script_is_started_once_per_node_with_the_rank_of_the_node(start: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("start", "is_script"),
+    [
+        ("exec torchrun --node-rank=$NODE_RANK --nnodes=3 --nproc-per-node=2", True),
+        ("srun torchrun --node-rank=$SLURM_NODEID --nnodes=3 --nproc-per-node=2", True),
+        ("srun torchrun --rdzv-endpoint head:29500 --nnodes=3 --nproc-per-node=2", False),
+        ("srun -N 3 --ntasks-per-node=2 python -u", False),  # torchrun starts these ranks
+    ],
+)
+def test_a_command_is_started_once_per_node_with_the_rank_of_the_node(
+    start: str, is_script: bool, tmp_path: Path
+) -> None:
     sizes = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --micro-batch-size 1"
     batch = "--seq-length 64 --global-batch-size 12 --max-position-embeddings 64 --bf16"
-    header = "export NODE_RANK=0 NCCL_SOCKET_IFNAME=$(echo here0)\n"
-    (tmp_path / "run.sh").write_text(f"{header}{start} --nnodes=3 --nproc-per-node=2 pretrain_gpt.py {sizes} {batch}\n")
-    train = {**SMALL_TRAINING["train"], "command": ["bash", "run.sh"], "directory": str(tmp_path)}
+    header, command = (
+        "export NODE_RANK=0 NCCL_SOCKET_IFNAME=$(echo here0)\n",
+        f"{start} pretrain_gpt.py {sizes} {batch}",
+    )
+    (tmp_path / "run.sh").write_text(f"{header}{command}\n")
+    own = ["bash", "run.sh"] if is_script else command.split()
+    train = {**SMALL_TRAINING["train"], "command": own, "directory": str(tmp_path)}
     space = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "micro_batch_size": [1, 2]}
     data = {**SMALL_TRAINING, "train": train, "auto_tuner": {"space": space}}
     script = only(exported(written(tmp_path, data), "slurm"))
     words = started(script, tmp_path, "torchrun", NODE_RANK="2", MASTER_ADDR="first")
     assert {"--nnodes=3", "--node-rank=2", "--master-addr=first", "--nproc-per-node=2"} <= set(words)
-    assert not {"srun torchrun", "here0", "run.sh"} & set(script.split())
+    assert not {"srun torchrun", "here0", "run.sh", "head:29500", "python"} & set(script.split())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -321,16 +338,40 @@ def test_a_served_tree_of_flagscale_is_read_as_the_same_server(tmp_path: Path) -
     assert data["serve"]["engine_args"] == {"tensor_parallel_size": 2, "max_num_seqs": 64, "enforce_eager": True}
 
 
-@pytest.mark.parametrize(
-    ("target", "candidate", "replicas"),
-    [("compose", "best", "1"), ("kubernetes", "best", "1"), ("megatron", "tp=3", "1"), ("megatron", "best", "2")],
-)
+@pytest.mark.parametrize(("target", "candidate"), [("compose", "best"), ("kubernetes", "best"), ("megatron", "tp=3")])
 def test_what_cannot_be_exported_is_a_usage_error_and_leaves_no_folder(
-    target: str, candidate: str, replicas: str, tmp_path: Path
+    target: str, candidate: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError):
-        exported(written(tmp_path, SMALL_TRAINING), target, candidate, options={"replicas": replicas})
+        exported(written(tmp_path, SMALL_TRAINING), target, candidate)
     assert not list(tmp_path.glob("out-*"))
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("job", ["training", "server"])
+def test_each_option_changes_the_files_or_is_refused(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pods.yaml").write_text("hostIPC: true\n")
+    spec, engine = (server(tmp_path), "vllm") if job == "server" else (written(tmp_path, SMALL_TRAINING), "megatron")
+    monkeypatch.setattr(targets, "load_snapshot", lru_cache(targets.load_snapshot))  # it is planned once
+    given = {"kind": "volcano", "volume": "d:/d", "queue": "q", "rdma": "r/x", "user": "1000", "replicas": "2"}
+    given |= {"image": "other:1.3.1", "resource": "r", "pods": str(tmp_path / "pods.yaml"), "restarts": "7"}
+
+    def files(target: str, **options: str) -> list[str]:
+        needed = {"image": "i:1.3.1"} if target in ("kubernetes", "dynamo") else {}
+        made = api.export(spec, target, output=tmp_path / "out", options={**needed, **options}).files
+        texts = [file.read_text() for file in made]
+        shutil.rmtree(tmp_path / "out")
+        return texts
+
+    exporters = {name: each.targets[name] for name, each in targets._exporters(engine).items() if each}
+    of_others = {"server": ("kind", "restarts"), "training": ("replicas",)}[job]
+    for target, read in exporters.items():
+        if (job, target) != ("training", "dynamo"):
+            plain = files(target)
+            assert all(files(target, **{name: given[name]}) != plain for name in read if name not in of_others), target
+    for target, name in (("slurm", "image"), (engine, "user"), *(("kubernetes", each) for each in of_others)):
+        with pytest.raises(UsageError, match=name):
+            files(target, **{name: given[name]})
 
 
 @pytest.mark.parametrize("place", ["new/deeper", "."])

@@ -22,6 +22,7 @@ from extras.kubernetes.tests.test_manifest import CRDS, problems, require_restri
 from flagcore import api
 from flagcore.api.commands import export as targets
 from flagcore.errors import FlagError
+from tests.product.api.stand_ins import start_all
 from tests.product.api.test_export import DYNAMO, SCHEMAS, server, started, written
 from tests.product.cli.conftest import Project
 from tests.product.doc_pages import ROOT
@@ -201,7 +202,8 @@ class Exports:
             where = RUNS[run][0](place)
             self.made[run], self.refused[run] = {}, {}
             for target in TARGETS:
-                options = {"image": "image:1", "user": "1000"} if target in ("kubernetes", "dynamo") else {}
+                options = {"image": "image:1"} if target in ("kubernetes", "dynamo") else {}
+                options |= {"user": "1000"} if target == "kubernetes" else {}
                 output = place / target
                 try:
                     api.export(where, target, output=output, name="job", options=options)
@@ -235,6 +237,17 @@ def test_files_of_every_target_are_well_formed(run: str, exports: Exports) -> No
             own = (sys.prefix, str(folder), "-m flagcore", "{interface}", "{adapters}")
             assert not [word for word in own if word in file.read_text()]
             assert ("--master-addr a" in file.read_text()) <= (target == "vllm")  # only a script has the spec's hosts
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    "run", by_length(tuple(run for run in RUNS if run not in ("own command", "mixed chips", "many nodes")))
+)
+def test_every_export_starts_on_stand_ins(run: str, exports: Exports, tmp_path: Path) -> None:
+    made = exports(run)
+    cluster = yaml.safe_load((exports.folder / run.replace(" ", "-") / "job.yaml").read_text())["cluster"]
+    for folder in made.values():
+        start_all(folder, tmp_path, cluster.get("nodes", 1))
 
 
 def of_shell(folder: Path) -> None:

@@ -1,83 +1,14 @@
-"""Each export starts on stand-ins of the programs that it names, or is refused with what is missing.
-
-A stand-in records its words, its folder and its rank, and ends. `flag import` must know all words, which its tables
-compare with the options that the program has, files must exist, and the ranks of all nodes must add up.
-"""
+"""The commands of frameworks are exported with the chosen values, and start on stand-ins, or are refused."""
 
 import json
-import shlex
-import subprocess
-import sys
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
 from flagcore_importers.command import read_command
 
-from extras.kubernetes.tests.test_manifest import found
 from flagcore import api
 from flagcore.errors import UsageError
-from tests.product.api.test_exports_accepted import exports as exports
-from tests.product.api.test_exports_accepted import shell_commands
-
-PROGRAMS = """
-torchrun deepspeed accelerate llamafactory-cli swift megatron axolotl automodel uv vllm llama-server sglang vllm-router
-caddy ray python3 srun scontrol
-"""
-STAND_IN = f"""#!{sys.executable} -SE
-import json, os, subprocess, sys
-name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
-if name == "python3" and words[:1] != ["-m"]:
-    os.execv({sys.executable!r}, ["python3", *words])
-nodes = int(os.environ.get("NODES", "1"))
-if name == "scontrol":
-    print("\\n".join(f"node{{n}}" for n in range(nodes)))
-elif name == "srun":
-    while words and (words[0].startswith("--") or "=" in words[0]):
-        words.pop(0)
-    for n in range(nodes):
-        subprocess.run(words, check=True, env={{**os.environ, "SLURM_NODEID": str(n), "SLURM_STEP_ID": "0"}})
-elif name == "ray" and words[0] == "status":  # the cluster is there twice, and then gone
-    with open(os.environ["RECORD"] + os.environ["NODE_RANK"], "a+") as file:
-        file.write("x")
-        print("\\n".join([" 1 node_"] * nodes * (file.tell() < 3)))
-elif name != "ray":
-    variables = {{key: os.environ.get(key, "") for key in ("NODE_RANK", "MASTER_ADDR")}}
-    with open(os.environ["RECORD"], "a") as file:
-        file.write(json.dumps([name, words, os.getcwd(), variables]) + "\\n")
-"""
-
-
-@dataclass(frozen=True)
-class Started:
-    """A program that was started."""
-
-    name: str
-    words: list[str]
-    folder: str
-    variables: dict[str, str]
-
-
-def started(script: Path, folder: Path, nodes: int) -> list[Started]:
-    """Run a script on stand-ins, and return what it started. On several nodes, Slurm's stand-in starts each of them."""
-    binaries, record = folder / "bin", folder / "record"
-    binaries.mkdir(exist_ok=True)
-    for file in folder.glob("record*"):
-        file.unlink()
-    record.write_text("")
-    for name in PROGRAMS.split():
-        (binaries / name).write_text(STAND_IN)
-        (binaries / name).chmod(0o755)
-    (folder / "pretrain_gpt.py").touch()
-    variables = {"PATH": f"{binaries}:/usr/bin:/bin", "NODES": str(nodes), "RECORD": str(record), "HOME": str(folder)}
-    variables |= {"SLURM_JOB_NODELIST": "nodes"} if nodes > 1 or script.suffix == ".sbatch" else {}
-    done = subprocess.run(["bash", script], env=variables, cwd=folder, capture_output=True, text=True, timeout=60)
-    stopped = "has ended: all are stopped" in done.stderr  # servers, which run until they are stopped
-    assert done.returncode == 0 or stopped, done.stderr[-2000:]
-    return [Started(*json.loads(line)) for line in record.read_text().splitlines()]
-
+from tests.product.api.stand_ins import start_all
 
 FACTORY = {
     "model_name_or_path": "Qwen/Qwen3-4B",
@@ -138,30 +69,6 @@ def test_a_command_of_a_framework_starts_with_the_chosen_values(job: str, tmp_pa
                 with pytest.raises(UsageError, match="--to"):
                     api.export("spec.yaml", target, output=out)
                 continue
-            made = api.export("spec.yaml", target or engine, output=out, options={"image": "i"}).files
-            for script in [file for file in made if file.suffix in (".sh", ".sbatch")]:
-                check(started(script, tmp_path, nodes), nodes)
-            for number, text in enumerate(shell_commands(out / "spec.yaml") if target == "kubernetes" else ()):
-                pod, manifest = tmp_path / "pod.sh", yaml.safe_load((out / "spec.yaml").read_text())
-                env = {each["name"]: each.get("value", "") for each in found(manifest, "env")[0]}
-                lines = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
-                pod.write_text("\n".join([*lines, f"export JOB_COMPLETION_INDEX={number - 1}", text, ""]))
-                programs = started(pod, tmp_path, nodes)
-                assert programs or (number and "ray start" in text)  # the others lend their devices
-
-
-def check(programs: list[Started], nodes: int) -> None:
-    """Check what a script started: `flag import` knows all options, files exist, and each node has its own rank."""
-    assert programs
-    for each in programs[:1]:
-        words = [each.name, *each.words]
-        notes = read_command(None, words, chip="H100-SXM").notes
-        assert not [note for note in notes if "unknown to flagcore" in note.text]
-        assert not {"head:29500", "{node_rank}", "{master_addr}"} & set(words)
-        files = [word.partition("=")[2] or word for word in words if word.endswith(FILES)]
-        assert not [file for file in files if not Path(each.folder, file).is_file()]
-    ranks = Counter(each.variables["NODE_RANK"] for each in programs if each.name == "torchrun")
-    assert not ranks or nodes == 1 or ranks == {str(number): 1 for number in range(nodes)}
-
-
-FILES = (".yaml", ".json", ".toml", ".py")
+            options = {"image": "i"} if target == "kubernetes" else {}
+            api.export("spec.yaml", target or engine, output=out, options=options)
+            start_all(out, tmp_path, nodes)

@@ -75,7 +75,6 @@ def test_one_candidate_is_explained_by_its_number_in_the_list(flag: Flag, answer
     second = answer("estimate", spec, "--all")[1]
     output = answer("estimate", spec, "--explain", "2")
     assert {key: output[key] for key in second} == second
-    assert answer("estimate", spec, "--explain", "2", "--top", "1") == output
     assert "number" not in answer("estimate", spec, "--explain", "baseline")
     assert flag("estimate", spec, "--explain", "baseline").out.startswith("Baseline on 2 x cpu: ")
     report = answer("explain", spec, "mbs=1, tp=2")
@@ -247,6 +246,14 @@ def test_a_limit_in_short_is_that_limit_and_the_last_line_of_a_plan_keeps_it(fla
     assert (script[:2], "Qwen/Qwen3-8B" in script) == ("#!", True)
 
 
+def test_sizes_of_the_cluster_replace_those_of_the_spec(answer: Answer, project: Project) -> None:
+    plan, sizes = (
+        ("estimate", project.spec(), "--all"),
+        ("--set", "cluster.nodes=2", "--set", "cluster.devices_per_node=1"),
+    )
+    assert answer(*plan, "--nodes", "2", "--devices", "1") == answer(*plan, *sizes) != answer(*plan)
+
+
 def test_if_nothing_fits_the_hardware_and_its_memory_are_reported(flag: Flag, project: Project) -> None:
     space = {"space": {"micro_batch_size": 1, "use_recompute": False}}
     auto = project.spec(cluster={"chip": "auto", "memory_per_device": "1MiB"}, auto_tuner=space)
@@ -326,6 +333,8 @@ def test_rules_as_csv_have_a_row_each(flag: Flag, project: Project) -> None:
         (("SPEC", "--explain", "1", "--format", "csv"), "--format csv"),
         (("SPEC", "--evidence", "--like", "mbs=1"), "--evidence, --explain, --like and --report"),
         (("SPEC", "--like", ""), "--like ''"),
+        (("SPEC", "--explain", "1", "--top", "3"), "--top and --all"),
+        (("SPEC", "--engine", "vllm"), "--engine requires --model"),
         (("--jobs", "JOBS", "--explain", "moe"), "--explain requires SPEC"),
         (("--jobs", "JOBS", "--format", "csv"), "--format requires SPEC"),
         (("--jobs", "JOBS", "--top", "3"), "--top requires SPEC"),

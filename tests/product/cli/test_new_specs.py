@@ -114,7 +114,6 @@ def test_a_public_model_is_planned_without_a_file(flag: Flag, answer: Answer) ->
     assert "micro_batch_size" in training["candidate"]
     for wrong in (("spec.yaml",), ("--jobs", "-")):
         assert flag("estimate", *options[:4], *wrong).code == 2
-    assert flag("estimate", "spec.yaml", "--nodes", "2").code == 2
     assert "Qwen/Qwen3-8B" in flag("estimate", "--model", "Qwen/Qwen3-8", "--chip", "H100").err
 
 

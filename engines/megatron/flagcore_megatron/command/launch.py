@@ -15,7 +15,7 @@ from typing import Any
 from flagcore_importers.shell import SHELLS
 from flagcore_models.layers import attention_counts, indexer_of, latent_layers, other_mixers, without_repeats
 from flagcore_models.mixers.attention import Attention
-from flagcore_training.commands import Option, UserCommand, environment, expand_command
+from flagcore_training.commands import STARTERS, Option, UserCommand, environment, expand_command
 
 from flagcore.contracts import Platform
 from flagcore.domain.knob import in_versions
@@ -79,26 +79,34 @@ def own_launch(
     words, dests = _arguments(spec, command, values, mixed)
     table = argument_table(spec, command)
     replaced = replaced_arguments(command, table, dests)
-    starts_all = spec.on_each_host and any(Path(word).name == "srun" for word in command.prefix)
+    starts_all = spec.on_each_host and bool(STARTERS.search(" ".join(command.prefix)))
     can_rerun = command.skipped is not None and not starts_all  # otherwise each host would start all hosts
     if can_rerun and (script := rerun(spec, command, replaced, words, variables)):
         argv = expand_command(script, values, (), folder)
         return Launch(argv=argv, folder=folder, environment=knob_variables, directory=train.directory, own_script=True)
     real = set_arguments(command, table, dests, words).command
-    if (command.skipped is not None or command.launcher) and spec.on_each_host and spec.cluster.nodes > 1:
-        real = _of_each_host(real, spec)
+    if spec.on_each_host and spec.cluster.nodes > 1:
+        real = _of_each_host(real, spec, platform.task.cluster.groups[0].devices_per_node)
     return _launch(real, values, folder, {**variables, **spec.envs})
 
 
-def _of_each_host(command: UserCommand, spec: Spec) -> UserCommand:
-    """Return a command that a script starts here as that of each host, with the rank and the addresses of the host."""
+def _of_each_host(command: UserCommand, spec: Spec, devices: int) -> UserCommand:
+    """Return a command for all hosts as that of each host, with the rank and the addresses of the host.
+
+    torchrun starts the ranks of a host that srun or mpirun would start, one for each of its `devices`.
+    """
     own = {name: value for name, value in command.environment.items() if name in spec.envs or not OF_HOST.match(name)}
-    prefix = () if any(Path(word).name == "srun" for word in command.prefix) else command.prefix
+    prefix, command = command.prefix, replace(command, environment=own)
+    if STARTERS.search(" ".join(prefix)):
+        prefix = ()
+        if not command.launcher:
+            program = command.program[-2 if "-m" in command.program[:-1] else -1 :]
+            ranks = Option(name="nproc-per-node", words=(f"--nproc-per-node={devices}",))
+            command = replace(command, launcher=("torchrun",), options=(ranks,), program=program)
     names = ("nnodes", "node-rank", "master-addr", "master-port")
     words = [Option(name=name, words=(f"--{name}={{{name.replace('-', '_')}}}",)) for name in names]
     kept = [option for option in command.options if option.name not in (*names, *RENDEZVOUS_OPTIONS)]
-    options = (*words, *kept) if command.launcher else command.options
-    return replace(command, environment=own, prefix=prefix, options=options)
+    return replace(command, prefix=prefix, options=(*words, *kept) if command.launcher else command.options)
 
 
 def trial_command(

@@ -126,6 +126,7 @@ def options(task: Task) -> Options:
         gradient_fusion=bool(settings.get("gradient_accumulation_fusion", True)),
         overlap_p2p_comm=bool(settings.get("overlap_p2p_comm", True)),
         dispatcher=_dispatcher(settings),
+        router_loss=settings.get("moe_router_load_balancing_type") != "none",
         dispatch_share=NARROW.get(str(settings.get("moe_dispatch_fwd_dtype")), 1.0),
         combine_gradient_share=NARROW.get(str(settings.get("moe_combine_bwd_dtype")), 1.0),
         linked_devices=float(task.cluster.linked_devices),
@@ -366,10 +367,14 @@ def _dispatcher(settings: Settings) -> str:
 
 
 def graphs(settings: Settings) -> frozenset[str]:
-    """Return the parts of a step that CUDA graphs launch, as in `Options.graphs`."""
+    """Return the parts of a step that CUDA graphs launch, as in `Options.graphs`.
+
+    Experts whose numbers of tokens change are in none (megatron-core 0.16.1 `transformer_config.py`: drop-padding MoE).
+    """
     scope, kind = words(settings.get("cuda_graph_scope")), settings.get("cuda_graph_impl", "none")
     if kind == "none":
         return frozenset()
     if kind == "full_iteration" or scope & WHOLE_STEP:
         return WHOLE_STEP
-    return GRAPH_PARTS if not scope or "full" in scope else scope
+    dynamic = frozenset({"moe"} if not settings.get("moe_pad_expert_input_to_capacity") else ())
+    return (GRAPH_PARTS if not scope or "full" in scope else scope) - dynamic

@@ -86,6 +86,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "layer graphs": ({"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn"}, {"graphs": {"attn"}}),
     "a graph of all": ({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}, {"graphs": WHOLE_STEP}),
+    "graphs of whole layers": (
+        {"cuda_graph_impl": "transformer_engine"},
+        {"graphs": {"attn", "mamba", "mlp", "moe_router", "moe_preprocess"}},
+    ),
+    "no loss of routers": ({"moe_router_load_balancing_type": "none"}, {"router_loss": False}),
     "no graphs": ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"}, {"graphs": frozenset()}),
     "switches": (
         {**dict.fromkeys(SWITCHES, True), "overlap_p2p_comm": False, "delay_wgrad_compute": True},

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from flagcore_models.layers import attention_by_size, attention_counts, other_mixers
 from flagcore_models.mixers.attention import Attention
+from flagcore_models.mixers.compressed_attention import CompressedAttention
 from flagcore_models.mixers.latent_attention import LatentAttention
 
 from flagcore.contracts import AttentionShape, Costs, KernelCosts
@@ -27,6 +28,7 @@ def mixer_seconds(
     overheads = serving.overheads
     seconds = _products(mixer, serving, settings, kernels, tokens) + overheads.attention
     if not isinstance(mixer, Attention):
+        seconds = seconds + overheads.compressed * isinstance(mixer, CompressedAttention)
         return seconds + kernels.memory_seconds(tokens * (2.0 * mixer.moved) / settings.tensor)
     if isinstance(mixer, LatentAttention):
         seconds = seconds + overheads.latent
@@ -91,7 +93,27 @@ def attention_rates(serving: Serving, settings: Settings, kernels: KernelCosts) 
         if token_bytes := other.token_bytes(1.0) * other.read(serving.tokens):
             read = 64.0 * token_bytes * settings.cache_element_bytes
             cached = cached + number * kernels.memory_seconds(read) / 64.0 / serving.tokens
+        if isinstance(other, CompressedAttention):
+            pair = pair + number * _pair_of_compressed(other, serving, settings, kernels)
     return cached, pair
+
+
+LEAST_HEADS = 64.0
+"""The fewest query heads for which kernels of compressed attention compute: ranks with fewer have copies of zeros
+(sglang @000328a8 `models/deepseek_v4.py`: q_padded; vllm 0.32 `models/deepseek_v4/attention.py`)."""
+
+
+def _pair_of_compressed(
+    mixer: CompressedAttention, serving: Serving, settings: Settings, kernels: KernelCosts
+) -> FloatArray:
+    """Return the seconds per query-key pair of a prompt, as fast as other attention. Only some are computed."""
+    heads = np.maximum(mixer.heads / settings.tensor, min(LEAST_HEADS, mixer.heads))
+    ones = np.ones_like(heads)
+    sizes = {"batch": ones, "queries": REFERENCE_TOKENS * ones, "keys": REFERENCE_TOKENS * ones}
+    shape = AttentionShape(heads=heads, groups=ones, head_dim=float(mixer.head_dim) * ones, kernel="", **sizes)
+    arithmetic = 2.0 * REFERENCE_TOKENS**2 * mixer.heads * mixer.head_dim
+    seconds = kernels.attention_seconds(shape, serving.wide_precision) / arithmetic
+    return seconds * mixer.core_flops(serving.prompt) * 2.0 / serving.prompt
 
 
 def _rates_of_attention(

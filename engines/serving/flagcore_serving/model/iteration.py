@@ -16,6 +16,7 @@ from flagcore_models.layers import (
     network_counts,
     other_mixers,
 )
+from flagcore_models.mixers.compressed_attention import CompressedAttention
 from flagcore_models.networks.experts import Experts
 
 from flagcore.contracts import Costs, KernelCosts
@@ -137,6 +138,9 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
         shared = np.where(column.overlaps, overlapped, shared)
     launches = overheads.eager_kernels * model.num_layers + overheads.eager_experts * moe
     launches += overheads.eager_latent * latent_layers(model)
+    launches += overheads.eager_compressed * sum(
+        number for each, number in other_mixers(model).items() if isinstance(each, CompressedAttention)
+    )
     launched = launches + adapter_launches(serving, settings, costs)
     host = launched * (overheads.launch or kernels.launch_seconds()) * settings.crowding
     eager_s = np.where(settings.graph_tokens > 0, 0.0, host) if costs.synchronous else 0.0

@@ -66,6 +66,10 @@ WIDTH_FACTOR = 2.0
 """Factor on both ends of an interval if the chip was not measured, the engine was not fitted, weights are read from the
 host or computed there, or caches are loaded from other tiers."""
 
+COMPARED_FACTOR = 1.4
+"""The same if only the chip was not measured, and published points of the engine on it were compared: all 88
+rates of vLLM and its builds on AMD's and Huawei's chips are within (benchmarks/LOG.md)."""
+
 NETWORK_FACTOR = 1.2
 """An additional factor on both ends if the rate of the network between hosts is assumed. A choice."""
 
@@ -119,12 +123,12 @@ def predict(
     figures["kv_cache_request_bytes"] = (memory.token * max(serving.tokens, 1.0))[kinds.first_rows]
     if simulates:
         figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
-    unmeasured = costs.guessed or costs.synchronous or untested
-    unmeasured |= bool(settings.offloaded.any())
+    unmeasured = costs.synchronous or untested or bool(settings.offloaded.any())
+    factor = 1.0 if not costs.guessed else COMPARED_FACTOR if overheads.compared else WIDTH_FACTOR
     loads = np.nan_to_num(figures.get("cache_load_s", np.zeros(kinds.size)))
     on_host = np.zeros(kinds.size)
     np.maximum.at(on_host, kinds.owner, settings.experts_on_host)
-    width_factor = np.where(unmeasured | (loads > 0.0) | (on_host > 0.0), WIDTH_FACTOR, 1.0)
+    width_factor = np.where(unmeasured | (loads > 0.0) | (on_host > 0.0), WIDTH_FACTOR, factor)
     width_factor = width_factor * np.maximum.reduceat(uncertainty(serve.loads, settings), kinds.first_rows)
     width_factor = width_factor * (NETWORK_FACTOR if costs.assumed_network else 1.0)
     return _predictions(context, figures, costs, width_factor)
@@ -298,6 +302,9 @@ def _predictions(
     static_bytes = memory.weights + memory.adapters
     engine_bytes = static_bytes + memory.activations + memory.graphs
     request_bytes = np.maximum(settings.context_len * memory.longest_token, settings.least_cache)
+    least = max(load.longest for load in context.loads) * memory.longest_token
+    least = np.minimum(request_bytes, np.maximum(memory.cache, least))
+    request_bytes = np.where(settings.fits_context, least, request_bytes)
     # If the budget is unknown, assume the cache of one request.
     cache = np.where(np.isinf(memory.cache), request_bytes, memory.cache)
     needed_bytes = engine_bytes + np.maximum(cache, request_bytes)

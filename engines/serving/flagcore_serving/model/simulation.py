@@ -89,6 +89,7 @@ class Simulation:
         self.ending: deque[tuple[float, float]] = deque()  # times at which requests ended, and their cached tokens
         self.lag = self.lane.ahead / self.lane.stages  # in iterations
         self.now = self.known = self.held = self.stalled = self.used = self.tokenized = self.link = self.encoded = 0.0
+        self.joined: dict[float, int] = {}  # sequences that joined while others waited for prompts, and since when
         self.group_arrival = -1.0
         self.step = self.running = self.offset = self.finish = self.promised = self.tickets = self.next = 0
         self.sent = len(times)
@@ -357,6 +358,8 @@ class Simulation:
     def _join(self, request: Request) -> None:
         """Add a request to the decoding sequences."""
         self.running += 1
+        if self.stalled:
+            self.joined[self.stalled] = self.joined.get(self.stalled, 0) + 1
         self.tickets = ticket = self.tickets + 1
         step, made = self.step, request.made
         end = step + request.output - made
@@ -369,11 +372,16 @@ class Simulation:
     def _advance(self, steps: int, time: float) -> None:
         """Add `steps` tokens to all running sequences in `time` seconds. The first gap includes the time for which
         sequences waited for prompts."""
-        gap = time / steps
-        self.outcome.gaps.append((gap + self.stalled, self.running))
+        gap, others = time / steps, self.running
+        for since, number in self.joined.items():
+            self.outcome.gaps.append((gap + self.stalled - since, number))
+            others -= number
+        if others > 0:
+            self.outcome.gaps.append((gap + self.stalled, others))
         if steps > 1:
             self.outcome.gaps.append((gap, self.running * (steps - 1)))
         self.stalled = 0.0
+        self.joined.clear()
         self.now += time
         self.step += steps
         self.used += self.running * steps

@@ -72,6 +72,7 @@ class Overheads:
 
     - `attention`, `ffn`: kernels of an attention layer, and of an FFN.
     - `latent`, `indexer`: additional kernels of latent attention, and of the indexer of sparse attention.
+    - `compressed`: additional kernels of compressed attention, with its indexer and the residual streams around it.
     - `experts`: kernels of a layer with experts, by precision of the weights.
     - `whole_experts`: additional kernels of such a layer if tensor ranks hold whole experts, by precision.
     - `casts`: formats to which separate kernels cast the operands of products. Elsewhere the kernel before casts, too.
@@ -97,7 +98,8 @@ class Overheads:
     Kernels that an iteration launches if it is not a captured graph; the host may then be slower than the device:
 
     - `eager_kernels`: kernels per layer.
-    - `eager_experts`, `eager_latent`: additional kernels per layer with experts, and per layer with latent attention.
+    - `eager_experts`, `eager_latent`, `eager_compressed`: additional kernels per layer with experts, and per layer with
+      latent or compressed attention.
     - `launch`: time of the host to launch one; 0 if it is that of the chip's costs.
     - `layer`, `expert_layer`: time of the host for a layer, and additional time for one with experts, if each layer is
       captured in pieces.
@@ -118,6 +120,9 @@ class Overheads:
     - `frees_windows`: whether layers with sliding windows cache only the tokens in their windows.
     - `indexes_all`: whether layers that share the indexer of another layer cache index keys, too.
 
+    - `compared`: whether at least five published points of the engine on the chip were compared, so that
+      intervals are narrower though nothing was fitted.
+
     Adapters:
 
     - `adapts_tables`: whether slots also have matrices for the embedding and the head.
@@ -136,6 +141,7 @@ class Overheads:
     receive: int = 1
     latent: float = 0.0
     indexer: float = 0.0
+    compressed: float = 0.0
     experts: Mapping[str, float] = field(default_factory=dict)
     whole_experts: Mapping[str, float] = field(default_factory=dict)
     casts: Sequence[str] = ()
@@ -153,6 +159,7 @@ class Overheads:
     eager_kernels: float = 0.0
     eager_experts: float = 0.0
     eager_latent: float = 0.0
+    eager_compressed: float = 0.0
     launch: float = 0.0
     layer: float = 0.0
     expert_layer: float = 0.0
@@ -167,6 +174,7 @@ class Overheads:
     own_front_ends: bool = False
     frees_windows: bool = False
     indexes_all: bool = False
+    compared: bool = False
     adapts_tables: bool = False
     adapter_moves: Sequence[float] = ()
     base_takes_slot: bool = False
@@ -290,14 +298,27 @@ UNFITTED = Overheads(iteration=0.0, sequence=0.0, request=0.0, attention=0.0, ff
 """Overheads of an engine whose overheads were not fitted. Predicted times are then lower bounds."""
 
 
+def is_build(name: str) -> bool:
+    """Return whether a name is that of an engine's build with another scheduler or kernels, and not of a release."""
+    return name.isalpha()
+
+
+def build_of(releases: Mapping[str, Mapping[str, Any]], version: str | None) -> str:
+    """Return the build of `releases` with whose name `version` begins, as in "atom 0.1", or an empty name."""
+    return next((name for name in releases if is_build(name) and (version or "").lower().startswith(name)), "")
+
+
 def overheads_of(releases: Mapping[str, Mapping[str, Any]], version: str | None) -> Overheads:
     """Return the overheads of the release `version`, or of the newest release if the version is unknown.
 
-    `releases`: fields of `Overheads` by the first release to which they apply, the newest first.
+    `releases`: fields of `Overheads` by the first release to which they apply, the newest first, and by the names of
+    builds (see `build_of`).
     """
     newest = (sys.maxsize,)
-    number, fields_of_release = release(version or "") or newest, None
-    for since, fields_ in releases.items():
+    number, fields_of_release = release(version or "") or newest, releases.get(build_of(releases, version))
+    for since, fields_ in releases.items() if fields_of_release is None else ():
+        if is_build(since):
+            continue
         fields_of_release = fields_
         if number >= (release(since) or newest):
             break

@@ -42,7 +42,7 @@ class Settings:
     - `max_running`: maximum number of sequences in one iteration of one attention DP group.
     - `max_batched_tokens`: maximum number of tokens in one iteration of one attention DP group. Depending on the
       engine, it applies to the prompt tokens or to all tokens.
-    - `context_len`: maximum number of tokens of one sequence.
+    - `context_len`: maximum number of tokens of one sequence. `fits_context`: or fewer, as many as the cache holds.
     - `chunked`: whether prompts are computed in chunks; otherwise a prompt is computed in one piece.
     - `mixed_chunks`: whether iterations combine prompts and decoding, although the engine does not by default.
     - `graph_tokens`: the largest batch, in tokens, that the engine captures as a graph; 0 in eager mode.
@@ -101,6 +101,7 @@ class Settings:
     max_batched_tokens: IntArray
     block_size: IntArray
     context_len: IntArray
+    fits_context: BoolArray
     chunked: IntArray
     graph_tokens: IntArray
     whole: FloatArray
@@ -214,7 +215,9 @@ USUAL: Mapping[str, float] = {
     **dict.fromkeys(("block_bytes", "sequence_bytes", "admission_bytes", "chunk_tokens"), 0.0),
     **dict.fromkeys(("least_cache", "offloaded", "experts_on_host", "state_share", "draft_host_s", "ahead"), 0.0),
     **dict.fromkeys(("state_slots", "on_device", "crowding"), 1.0),
-    **dict.fromkeys(("mixed_chunks", "exchanges", "overlaps", "balanced", "quantized", "encodes"), False),
+    **dict.fromkeys(
+        ("mixed_chunks", "exchanges", "overlaps", "balanced", "quantized", "encodes", "fits_context"), False
+    ),
     **dict.fromkeys(("host_ratio", *(f"{tier}_cache" for tier in TIERS)), 0.0),
     **dict.fromkeys(("workspace_bytes", "adapter_slots", "adapter_rank", "adapters_on_host"), 0.0),
     "pass_tokens": math.inf,

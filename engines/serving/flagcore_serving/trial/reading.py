@@ -15,7 +15,7 @@ from flagcore.domain.trial import Measurement, Trial, TrialState
 from flagcore_serving.job import Rates
 from flagcore_serving.model.speculation import USUAL, tokens_per_iteration
 from flagcore_serving.space.hardware import Hardware
-from flagcore_serving.space.knobs import DRAFTED, SPECULATION
+from flagcore_serving.space.knobs import CONTEXT, DRAFTED, SPECULATION
 
 INVALID_METRICS = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 """Exceptions that reading invalid metrics may raise."""
@@ -117,7 +117,7 @@ def _minimal_goodput(name: str, figures: Mapping[str, float], answer_count: obje
 
 def _effective(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, object]:
     """Return the knob values that the servers used. The name of a knob tells if the engine chose its value."""
-    unset = {knob for knob, value in candidate.items if value is None}
+    unset = {knob for knob, value in candidate.items if value is None or (knob == CONTEXT and value == -1)}
     return {
         (f"{knob} (the engine's own choice)" if knob in unset else knob): value
         for knob, value in dict(data["effective"]).items()

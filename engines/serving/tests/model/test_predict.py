@@ -221,6 +221,7 @@ def test_goodput_counts_requests_that_keep_the_limits() -> None:
 
 def test_a_server_fits_if_its_cache_holds_one_request() -> None:
     assert predicted(context_len=[2048, 400_000]).fits.tolist() == [True, False]
+    assert predicted(context_len=400_000, fits_context=[True, False]).fits.tolist() == [True, False]
     assert predict(task(), settings(memory_fraction=[0.9, 0.15]), costs()).fits.tolist() == [True, False]
 
 
@@ -259,6 +260,11 @@ def test_releases_have_different_overheads() -> None:
     assert known["0.20.2"].iteration < known["0.19.1"].iteration
     assert known[None] == known["0.33"]
     assert not overheads_of(SGLANG.program.overheads, "0.5.9").mixes
+    assert overheads_of(VLLM.program.overheads, "atom 0.1") == VLLM.overheads_for(
+        task(engine_version="atom bf9b133e"), on_chip={"attention": 1.0}
+    )
+    assert not overheads_of(VLLM.program.overheads, "atom").mixes
+    assert overheads_of(VLLM.program.overheads, "vllm + atom").mixes
     bare = copy(VLLM)
     bare.program, bare.host_times = replace(VLLM.program, overheads={}), None
     assert overheads_of({}, "0.5.9") == bare.overheads_for(task(), on_host=True) == UNFITTED

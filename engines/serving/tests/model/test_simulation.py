@@ -253,8 +253,13 @@ def test_a_shared_prefix_is_not_computed_again() -> None:
     assert shared.duration < 0.7 * plain.duration
 
 
-def test_gaps_are_all_tokens_after_the_first() -> None:
-    assert sum(count for _, count in Simulation(price_of(), [(100, 30)] * 5, None, 2).run().gaps) == 5 * 29
+@pytest.mark.parametrize("mixes", [True, False])
+def test_gaps_are_all_tokens_after_the_first_and_the_time_between(mixes: bool) -> None:
+    lane = replace(LANE, mixes=mixes, budget=512.0)
+    found = Simulation(price_of(lane, mixes=mixes), [(400, 30 + 10 * (each % 3)) for each in range(12)], None, 8).run()
+    assert sum(count for _, count in found.gaps) == sum(each.output - 1 for each in found.requests)
+    waited = sum(each.end - each.first for each in found.requests)
+    assert sum(gap * count for gap, count in found.gaps) == pytest.approx(waited)
 
 
 def test_text_prompts_wait_for_the_tokenizer_one_after_the_other() -> None:

@@ -184,15 +184,19 @@ def memory_in_use(
     return pick(np.argmax(figures, axis=0), memories)
 
 
-def stages_in_use(train: Training, layout: Layout, costs: Costs, requested_stages: Sequence[Stage]) -> list[InUse]:
-    """Return the memory in use of each stage in `requested_stages`, for all candidates."""
+def stages_in_use(
+    train: Training, layout: Layout, costs: Costs, requested_stages: Sequence[Stage], *, alone: bool = False
+) -> list[InUse]:
+    """Return the memory in use of each stage in `requested_stages`, for all candidates. `alone`: as in `in_use`."""
     placement, models = StageGroups.from_layout(layout, costs), [each.memory for each in costs.groups]
     workspaces = [np.array(model.workspace_bytes()) for model in models]
     estimates = [_Estimate.from_layout(train, each) for each in placement.layouts]
     memories = []
     for stage_ in requested_stages:
         of_groups = zip(models, estimates, workspaces, strict=True)
-        found = [in_use(model, each.memory(stage_, size), layout, train) for model, each, size in of_groups]
+        found = [
+            in_use(model, each.memory(stage_, size), layout, train, alone=alone) for model, each, size in of_groups
+        ]
         memories.append(placement.pick(stage_.index, found))
     return memories
 
@@ -205,18 +209,25 @@ streams. MiB of DeepSeek-V3 with 14 layers on 64 H100 (Megatron-LM PR 6429)."""
 
 
 def in_use(
-    model: MemoryModel, memory: Memory, layout: Layout, train: Training, cached: FloatArray | float = 0.0
+    model: MemoryModel,
+    memory: Memory,
+    layout: Layout,
+    train: Training,
+    cached: FloatArray | float = 0.0,
+    *,
+    alone: bool = False,
 ) -> InUse:
     """Return the memory in use on devices with the tensors in `memory`.
 
     `cached`: bytes of blocks that the allocator keeps besides. It frees them before memory runs out. They, and what a
-    memory model only estimates, are no reason not to fit, but leave no memory.
+    memory model only estimates, are no reason not to fit, but leave no memory. `alone`: whether the other ranks do not
+    exist, so that nothing is exchanged.
     """
     reserved, buffers, capacity = model.reserved_bytes(memory.peak), communicator_bytes(model), model.capacity_bytes()
     number = layout.communicators()
     used = model.device_used_bytes(reserved) + buffers * number
     estimated, full = np.zeros_like(number), np.array(np.nan if capacity is None else capacity)
-    if experts_of(train.model) is not None:  # only such jobs were measured
+    if experts_of(train.model) is not None and not alone:  # only such jobs were measured
         each, across = getattr(model, "further", (0.0, 0.0))
         estimated = each * np.maximum(number - 1.0, 0.0) + across * layout.communicators(train.options.linked_devices)
         cached = cached + np.maximum((1.0 + ROUTED[train.options.overlap_expert_comm]) * memory.peak - reserved, 0.0)

@@ -32,6 +32,10 @@ ROUTER_KERNELS, FUSED_ROUTER_KERNELS = {True: 28.0, False: 34.0}, 11.0
 """Kernels of the norm, the router with its loss, and the residual sum, with and without transformer-engine's layers,
 and of these with fused scores. Counted with torch in megatron-core 0.16.1 (`router.py`, `moe_utils.py`)."""
 
+LOSS_KERNELS = 16.0
+"""Those of the loss, which jobs without load balancing lack. Counted likewise: 30 operators with `aux_loss`, 14 with
+`none`."""
+
 KERNEL_LAUNCHES = 2.63
 """Launches of one kernel of a router or a dispatcher, whose modules keep the host busy between kernels: of 57 kernels
 with megatron-core's own layers, the ranks of `EXPERT_LAUNCHES` showed 150 launches."""
@@ -81,7 +85,8 @@ def moe_block(network: Experts, train: Training, layout: Layout, costs: Costs, t
     is_grouped = options.grouped_gemm and train.transformer_engine
     of_adapters = adapter_launches(train, routed)
     launches = (EXPERT_LAUNCHES[train.transformer_engine] + of_adapters) * (1.0 if is_grouped else local_experts)
-    router_kernels = FUSED_ROUTER_KERNELS if options.router_fusion else ROUTER_KERNELS[train.transformer_engine]
+    router_kernels = ROUTER_KERNELS[train.transformer_engine] - LOSS_KERNELS * (not options.router_loss)
+    router_kernels = FUSED_ROUTER_KERNELS if options.router_fusion else router_kernels
     apart = router_kernels * ~is_captured(train, layout, "moe_router")
     before = PREPROCESS_SHARE * is_captured(train, layout, "moe_preprocess")
     launches = launches + KERNEL_LAUNCHES * (apart + DISPATCH_KERNELS[options.dispatcher] * (1.0 - before))

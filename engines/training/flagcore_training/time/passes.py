@@ -230,6 +230,9 @@ class TensorCollectives:
 def context_collective(mixer: Attention, train: Training, layout: Layout, costs: Costs) -> FloatArray:
     """Return the seconds to pass all keys and values around the context-parallel ranks once (ring attention).
 
+    Where each pair of devices has a link of its own, a ring uses one link of a device, and other exchanges all of them
+    (gitcode.com/Ascend/MindSpeed docs/zh/features/hybrid-context-parallel.md: a ring does not use the whole bandwidth).
+
     With `cp_comm` a2a, queries, keys, values and outputs are redistributed between splits by tokens and by heads
     (DeepSpeed Ulysses, arXiv 2309.14509). Source of ring attention: arXiv 2310.01889.
     """
@@ -239,7 +242,12 @@ def context_collective(mixer: Attention, train: Training, layout: Layout, costs:
         payload = train.value_bytes * (2.0 * mixer.query_width + keys) * tokens / layout.context
         return collective(costs, "all_to_all", payload, layout.context, layout.tensor)
     payload = train.value_bytes * keys * tokens
-    return collective(costs, "all_gather", payload, layout.context, layout.tensor)
+    gathered = collective(costs, "all_gather", payload, layout.context, layout.tensor)
+    if train.options.cp_comm != "p2p":
+        return gathered
+    pair = np.minimum(layout.context, 2.0)
+    hops = (layout.context - 1.0) * collective(costs, "send", payload / layout.context, pair, layout.tensor)
+    return np.maximum(gathered, hops)
 
 
 def expert_dispatch(network: Experts, train: Training, layout: Layout, costs: Costs, share: float = 1.0) -> FloatArray:
