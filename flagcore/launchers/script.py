@@ -25,8 +25,8 @@ NODE_VARIABLES = {
     PORT: PORT_VARIABLE,
 }
 """The environment variables of a node that replace the placeholders of a launch."""
-ALONE = {"PET_STANDALONE": "1", "PET_LOCAL_ADDR": "127.0.0.1"}
-"""Let torchrun on one node restart its processes: with fixed ranks, new ones would get the addresses of old ones."""
+ALONE = {"PET_STANDALONE": "1", "PET_LOCAL_ADDR": "127.0.0.1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Let torchrun on one node restart its processes with a new store: the old one has the addresses of the ended ones."""
 
 
 def job_name(text: str) -> str:

@@ -122,7 +122,7 @@ class Mirror:
             offset = 0
         with open(path, "rb") as file:
             file.seek(offset)
-            data = file.read(PIECE_BYTES)
+            data = file.read(min(PIECE_BYTES, status.st_size - offset))  # what is written from now on is not known yet
         self.sent[path] = (status.st_ino, status.st_mtime_ns, offset + len(data))
         return {
             "file": os.path.relpath(path, self.folder),

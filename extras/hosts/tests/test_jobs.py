@@ -1,10 +1,12 @@
 """Jobs that go on after failures. A shell here stands for the channel to each host; agents and guards are real."""
 
+import base64
 import json
 import os
 from pathlib import Path
 
 import pytest
+from flagcore_hosts import agent
 from flagcore_hosts import job as jobs
 from flagcore_hosts.job import Progress, no_checkpoints, run_job
 from flagcore_hosts.launcher import HERE, HostsLauncher
@@ -72,6 +74,21 @@ def test_a_job_without_restarts_left_ends_with_its_failure(tmp_path: Path, mark:
     (tmp_path / "lost").mkdir()
     with pytest.raises(HostLost, match="host b"):
         run_job(launcher(), training(tmp_path / "lost", LOSES_ITS_HOST, ("a", "b")), {}, restarts=0)
+
+
+def test_a_line_that_is_written_while_a_log_is_read_is_copied_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "stderr.log"
+    log.write_text("one")
+    before = os.lstat(log)
+    log.write_text("one, two")
+    mirror = agent.Mirror(str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", lambda path: before)
+        pieces = mirror.pieces(agent.PIECE_BYTES)
+    pieces += mirror.pieces(agent.PIECE_BYTES)
+    assert [(each["at"], base64.b64decode(each["data"])) for each in pieces] == [(0, b"one"), (3, b", two")]
 
 
 def test_restarts_by_torchrun_are_seen_in_its_log_on_one_host_only() -> None:
