@@ -23,6 +23,7 @@ from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore.domain.model import Model
 from flagcore.errors import SpecError
 from flagcore.spec.models import model_from
+from tests.checks import refuses
 from tests.tasks import VISION
 
 ErrorOf = Callable[..., SpecError]
@@ -172,6 +173,11 @@ def test_layers_without_experts_may_be_anywhere(at: At, extra: dict[str, Any], d
     model = read_model("Some-Model", at(QWEN3_MOE | extra))
     networks = {network.kind: number for network, number in network_counts(model).items()}
     assert networks == {"dense": dense, "experts": experts}
+
+
+def test_a_model_with_a_billion_experts_is_refused(at: At) -> None:
+    with refuses("num_experts", 10**9):
+        read_model("Some-Model", at(QWEN3_MOE | {"num_experts": 10**9}))
 
 
 def test_leading_dense_layers_are_read(at: At) -> None:
