@@ -123,7 +123,7 @@ def trace_of(load: Load) -> Traffic:
     return _cached(path, load.turns, load.output_len, load.num_prompts, modified_ns)
 
 
-MOST_BYTES, MOST_PART = 3 << 28, 1 << 25
+MOST_BYTES, MOST_PART = 3 << 28, 1 << 24
 """The most bytes of a trace, and the most characters of a row."""
 MOST_REQUESTS, MOST_BLOCKS, MOST_TEXT = 500_000, 5_000_000, 100_000_000
 """The most requests of a trace, ids of blocks of all of them, and characters of all prompts: these are in memory."""
@@ -203,7 +203,7 @@ def _values(text: TextIO) -> Iterator[Any]:
             if is_list and buffer.startswith("]", start) and not (buffer[start + 1 :] + text.read(1)).strip():
                 return
             is_long = len(buffer) - start > MOST_PART or isinstance(error, RecursionError)
-            if more := "" if is_long else text.read(max(len(buffer) - start, 1 << 20)):
+            if more := "" if is_long else text.read(min(max(len(buffer) - start, 1 << 20), MOST_PART)):
                 line += buffer.count("\n", 0, start)
                 buffer, place = buffer[start:] + more, 0
             elif start == len(buffer) and not is_list:
