@@ -343,8 +343,7 @@ def expected_seconds(
     known = here or any(is_like(job) for job, _ in nearest_runs(problem.task, loaded, others=True))
     mean, low, high = CHOSEN[has_experts]
     known &= all(each.time == (1.0, 1.0) for each in problem.platform.unmodelled) and spec.work.is_plain_training
-    seconds = (mean * planned_s, low * planned_s, high * planned_s) if known and math.isfinite(planned_s) else None
-    return seconds, here
+    return (mean * planned_s, low * planned_s, high * planned_s) if known and math.isfinite(planned_s) else None, here
 
 
 def published_runs(problem: Problem, loaded: LoadedPlugins, limit: int | None = NEAREST) -> tuple[PublishedRun, ...]:

@@ -359,8 +359,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     home = run_home(run)
     identity = RunDirectory(home).identity() or {"run": "", "task": {}, "fixed": {}}
     opened = open_spec(home / SPEC, None, without, change=partial(_with_its_hardware, stored=identity))
-    run = _with_known_values(run, opened.problem.space.axes)
-    return snapshot_of(opened, place, run)
+    return snapshot_of(opened, place, _with_known_values(run, opened.problem.space.axes))
 
 
 def run_home(run: Run) -> Path:

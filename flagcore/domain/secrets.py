@@ -180,7 +180,8 @@ def _by_row(row: Sequence[Any], previous: str, word: str) -> str:
     for each in () if verbs else kinds:
         kind, _tilde, before = each.partition("~")
         option, is_next = kind.rstrip("+*"), previous == kind.rstrip("*") and not word.startswith("-")
-        if is_next or (kind == "@name" and _is_secret_name(previous)) or kind == f"@{arguments}":
+        is_named = kind == "@name" and previous[:1] != "$" and _is_secret_name(previous)
+        if is_next or is_named or kind == f"@{arguments}":
             value = word
         elif word.startswith(f"{option}=") or (kind != option and word.startswith(option)):
             value = word[len(option) :].removeprefix("=")

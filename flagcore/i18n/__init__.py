@@ -122,8 +122,7 @@ def printable(text: str) -> str:
 
 def ngettext(one: str, many: str, count: int, /, **values: object) -> str:
     """Return the singular or plural form of a message in the selected language. `count` fills its field `{count}`."""
-    text = _catalogue(language()).get(one, one if count == 1 else many)
-    return text.format(count=count, **values)
+    return _catalogue(language()).get(one, one if count == 1 else many).format(count=count, **values)
 
 
 def N_(message: str) -> str:

@@ -179,6 +179,8 @@ class _Limited:
             raise BadPlugin(f"printed more than {_PRINTED_CHARACTERS} characters while it was imported")
         return self._stream.write(text)
 
+    close = staticmethod(lambda: None)  # messages need the stream
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
@@ -190,8 +192,7 @@ def load_checked(kind: str, points: Sequence[EntryPoint], check: Callable[[Any],
     point and its distribution, whatever the import does.
     """
     try:
-        found = load(points)
-        return within(HOOK_SECONDS, partial(check, found))
+        return within(HOOK_SECONDS, partial(check, load(points)))
     except KeyboardInterrupt:
         raise
     except BaseException as error:

@@ -62,8 +62,8 @@ def within(seconds: float, function: Callable[[], T], progress: Callable[[], obj
         threads.append(get_ident())
         try:
             results.append(context.run(function))
-        except BaseException as error:
-            errors.append(error)
+        except BaseException as error:  # Ctrl-C interrupts the main thread, never this one
+            errors.append(BadPlugin("raised KeyboardInterrupt") if isinstance(error, KeyboardInterrupt) else error)
         ended.put(None)
 
     with _no_exit():

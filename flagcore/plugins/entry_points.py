@@ -88,9 +88,9 @@ OVERLAYS = "flagcore.overlays"
 KINDS = {ENGINES: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
 KINDS |= {PAGES: "page writer", JOBS: "kind of job", OVERLAYS: "overlay"}
 """The noun that messages use for the objects of each entry point group."""
-_LOADED_ELSEWHERE = {"flagcore.commands": "command", "flagcore.models": "catalogue of models"}
-_LOADED_ELSEWHERE |= {"flagcore.mixers": "mixer", "flagcore.operators": "operator library", SECTIONS: "section"}
-_LOADED_ELSEWHERE |= {"flagcore.effective": "report of knobs", KIT: "module of the conformance kit"}
+_LOADED_ELSEWHERE = {"flagcore.commands": "command", "flagcore.mixers": "mixer", "flagcore.schedules": "schedule"}
+_LOADED_ELSEWHERE |= {"flagcore.models": "catalogue of models", "flagcore.operators": "operator library"}
+_LOADED_ELSEWHERE |= {"flagcore.effective": "report of knobs", KIT: "conformance kit", SECTIONS: "section"}
 """The nouns for the groups whose objects other packages load, and check for their type."""
 
 

@@ -99,8 +99,7 @@ def make_plugin(name: str, module: object, point: EntryPoint | None = None) -> P
 
 def _unknown_hook(name: str) -> BadPlugin:
     """Return the error of a plugin that implements a hook that does not exist."""
-    hooks_without_prefix = [hook.removeprefix("flagcore_") for hook in HOOKS]
-    similar = closest(name.removeprefix("flagcore_"), hooks_without_prefix)
+    similar = closest(name.removeprefix("flagcore_"), [hook.removeprefix("flagcore_") for hook in HOOKS])
     hint = f"did you mean flagcore_{similar}?" if similar else f"the hooks are {', '.join(HOOKS)}"
     return BadPlugin(f"{name} is not a hook; {hint}")
 

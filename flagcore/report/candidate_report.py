@@ -347,8 +347,7 @@ def _rows(both: Comparison) -> Iterator[list[str]]:
     name = heading(both.objective) if is_served else _("step s")
 
     def pair(record: str, figure: Callable[[Any], float | None]) -> list[float | None]:
-        records = (getattr(side, record) for side in (both.a, both.b))
-        return [figure(each) if each else None for each in records]
+        return [figure(each) if each else None for each in (getattr(side, record) for side in (both.a, both.b))]
 
     def speed(record: str) -> list[float | None]:
         times = pair(record, step)

@@ -353,8 +353,7 @@ def nearest_limit(figures: Mapping[str, float], limits: Mapping[str, float]) -> 
     name = max(shares, key=lambda each: shares[each])
     text = N_("{latency} {value} s, {share:.0%} of {limit:g} s")
     value = shown(figures[name])
-    shown_text = _(text, latency=latency_name(name), value=value, share=shares[name], limit=limits[name])
-    return shown_text, shares[name]
+    return _(text, latency=latency_name(name), value=value, share=shares[name], limit=limits[name]), shares[name]
 
 
 def slo_text(missed: Mapping[str, float]) -> str:

@@ -72,10 +72,11 @@ class ClusterSection(NodesSection):
     """Environment variables of trials on single hosts of `hostfile`, by host. They override those of the spec and of
     the host's group."""
     groups: Annotated[list[GroupSection], Field(min_length=1)] | None = None
-    """Groups of nodes with different chips, in rank order, instead of the other keys except `hostfile`,
+    """Up to 16 groups of nodes with different chips, in rank order, instead of the other keys except `hostfile`,
     `wait_for_hosts` and `host_envs`; null: those of the types in `hostfile`, or identical nodes."""
 
 
+MAX_GROUPS = 16
 _HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.@\\-]{0,252}@)?[A-Za-z0-9_\[][A-Za-z0-9_.:\[\]\-]{0,252}")
 UNEQUAL = "differs in slots from another host of the same type"
 
@@ -201,6 +202,9 @@ def _groups(cluster: ClusterSection, lines: Sequence[HostLine]) -> ClusterSpec:
         problem, fix = f"cannot be combined with {group_source}", "set it for each group, or leave it out"
         raise spec_error(key, problem, value=getattr(cluster, key), fix=fix)
     groups = cluster.groups or [GroupSection(chip=kind) for kind in dict.fromkeys(line.kind for line in lines)]
+    if len(groups) > MAX_GROUPS:
+        problem, fix = f"must be at most {MAX_GROUPS} groups, or types in hostfile", "merge those with the same chip"
+        raise spec_error("groups", problem, value=len(groups), fix=fix)
     for place, group in enumerate(groups):
         if group.chip == AUTO:
             problem = "must name a chip: devices of other machines cannot be detected"

@@ -175,7 +175,7 @@ def reject_misplaced_keys(line: Mapping[str, object], record: type[AnyRecord], s
 
 
 Line = Mapping[str, Any] | SpecError
-MAX_LINE = 64 << 20
+MAX_LINE = 16 << 20
 
 
 def read_job_lines(stream: BinaryIO, *, file: str) -> Iterator[Line]:

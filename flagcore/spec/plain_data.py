@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from math import isfinite
@@ -101,8 +102,7 @@ def _problem_of(value: object) -> tuple[str, str]:
     if isinstance(value, str):
         return ("contains a control character", "remove it") if _UNPRINTABLE.search(value) else ("", "")
     if isinstance(value, int):
-        is_long = not -_MAX_INT <= value < _MAX_INT
-        return ("has too many digits", "use a number below 2**63") if is_long else ("", "")
+        return ("has too many digits", "use a number below 2**63") if not -_MAX_INT <= value < _MAX_INT else ("", "")
     if isinstance(value, float):
         return ("", "") if isfinite(value) else ("is not finite", "use a finite number")
     if isinstance(value, Mapping):
@@ -208,8 +208,7 @@ def _constant(name: str) -> str | float:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        duplicate = next(name for name in names if names.count(name) > 1)
+        ((duplicate, _number),) = Counter(name for name, _value in pairs).most_common(1)
         raise ValueError(f"has the key {duplicate[:64]!r} twice")
     return found
 

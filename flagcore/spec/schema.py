@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Any, Literal
@@ -31,7 +32,7 @@ from flagcore.spec.models import ModelInput
 from flagcore.spec.plain_data import load_json, spec_error
 from flagcore.spec.validate import Context, Envs, Folder, M, RecordSection, Section, keys_of_record, rule
 
-MOST = 2**31
+MOST, MOST_LENGTHS = 2**31, 500_000
 Length = Annotated[int, Field(le=MOST, strict=False)]
 Count = Annotated[float, Field(gt=0, le=10**12)]
 
@@ -46,7 +47,7 @@ class LengthsSection(Section):
     histogram: Annotated[dict[Length, Count], Field(min_length=1, examples=[{"512": 60, "8192": 3}])] | None = None
     """Counts or shares of samples by their length in tokens."""
     file: Folder | None = None
-    """File with a length on each line, or JSON Lines with the key length, relative to the spec."""
+    """File with a length on each line, or JSON Lines with the key length, relative to the spec; 500,000 may differ."""
     batching: Literal["packed", "longest", "seq_length"] = "packed"
     """Packed: global_batch_size counts sequences of seq_length that hold several samples; otherwise it counts samples,
     padded to the longest one of a micro-batch, or to seq_length."""
@@ -58,14 +59,18 @@ def _counted(path: Path, section: LengthsSection) -> Mapping[int, float]:
     """Return how often each length is in a file. Raises SpecError."""
     counts, line, problem = Counter[int](), b"", _("has no lengths")
     try:
-        data = read_regular(path).removeprefix(BOM_UTF8)
-        for line, count in Counter(BytesIO(data)).items():  # at once: files may have millions of equal lines
-            if line.strip():
-                row = load_json(line.decode())
-                length = row["length"] if isinstance(row, dict) else row
-                if type(length) is not int or not 1 <= length <= MOST:
-                    raise ValueError
-                counts[length] += count
+        lines = BytesIO(data := read_regular(path).removeprefix(BOM_UTF8))
+        while part := Counter(islice(lines, MOST_LENGTHS)):  # at once: files may have millions of equal lines
+            for line, count in part.items():
+                if line.strip():
+                    row = load_json(line.decode())
+                    length = row["length"] if isinstance(row, dict) else row
+                    if type(length) is not int or not 1 <= length <= MOST:
+                        raise ValueError
+                    counts[length] += count
+            if len(counts) > MOST_LENGTHS:
+                problem = _("has more than {most:,} different lengths", most=MOST_LENGTHS)
+                raise spec_error("file", problem, value=section.file, fix=_("give a histogram"))
         if counts:
             return counts
     except OSError as error:
@@ -277,8 +282,7 @@ def document_of(engine: str, knobs: tuple[Knob, ...]) -> type[Document]:
         space=(Annotated[space, listed], space()),
         baseline=(Annotated[baseline | None, given], None),
     )
-    train_field = (Annotated[train, rule(train_of)], ...)
-    return with_fields(Document, suffix, train=train_field, auto_tuner=(tuner, tuner()))
+    return with_fields(Document, suffix, train=(Annotated[train, rule(train_of)], ...), auto_tuner=(tuner, tuner()))
 
 
 def document_for(engines: Sequence[tuple[str, tuple[Knob, ...]]]) -> type[Document]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flagcore.domain.model import Model
-from flagcore.domain.units import Layers, NoLayers, NoSize, Size, Word
+from flagcore.domain.units import Experts, Layers, NoLayers, NoSize, Size, Word
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.plain_data import spec_error
@@ -38,7 +38,7 @@ class Shape(Section):
     """Whether queries and keys are normalized."""
     add_qkv_bias: bool = False
     """Whether the projections of queries, keys and values have biases."""
-    num_moe_experts: Size | None = None
+    num_moe_experts: Experts | None = None
     """Number of routed experts of an MoE layer; null: a dense model."""
     moe_router_topk: NoSize | None = None
     """Number of experts per token."""
@@ -113,8 +113,7 @@ def _gaps(shape: Shape, sizes: Mapping[str, Any]) -> Iterator[tuple[str, str, st
     needs |= dict.fromkeys(_MOE_SIZES, "num_moe_experts") if shape.num_moe_experts is None else {}
     yield from ((key, f"needs {needed}", "add that, or remove this key") for key, needed in needs.items() if sizes[key])
     if shape.num_moe_experts is not None and not shape.moe_router_topk:
-        fix = f"use 1 to {shape.num_moe_experts}"
-        yield "moe_router_topk", "is missing, but num_moe_experts is given", fix
+        yield "moe_router_topk", "is missing, but num_moe_experts is given", f"use 1 to {shape.num_moe_experts}"
     if shape.kv_channels is None and not has_mla and shape.hidden_size % heads:
         text = _("must be divisible by {name} = {value}", name="num_attention_heads", value=heads)
         yield "hidden_size", text, _("change it, or give kv_channels")

@@ -328,8 +328,7 @@ def _suggest_key(root: Schema, path: KeyPath) -> tuple[str, str]:
     if close := _keys_like(name, section_keys):
         return _(DID_YOU_MEAN, name=close[0]), close[0]
     if close_key := closest(name, [str(key[-1]) for key in known], cutoff=0.8):
-        suggestion = next(key for key in known if key[-1] == close_key)
-        return _(DID_YOU_MEAN, name=key_text(suggestion)), close_key
+        return _(DID_YOU_MEAN, name=key_text(next(key for key in known if key[-1] == close_key))), close_key
     listed = section_keys if len(section_keys) <= 20 else [*section_keys[:7], "...", *section_keys[-3:]]
     return _("known keys: {names}", names=", ".join(listed)), ""
 

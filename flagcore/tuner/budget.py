@@ -327,8 +327,7 @@ def _why_no_steps(context: SearchContext, trials: Sequence[Trial], is_measured: 
     if faster is not None:
         causes.insert(0, faster[0])
         changes.insert(0, faster[1])
-    fits = (limit - start) / control.train_iters
-    if change := _shorter_steps(context, row, step, fits):
+    if change := _shorter_steps(context, row, step, (limit - start) / control.train_iters):
         changes.append(change)
     # Without a change, the settings are long enough: only the rest of the search is too short.
     return _too_little_time(last, causes, changes) if changes else None

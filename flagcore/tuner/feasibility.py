@@ -35,8 +35,7 @@ def require_feasible(problem: Problem) -> None:
     if not is_run or not may_fit(problem):
         require_candidate(problem)
     if not is_run and not np.isfinite(problem.predictions.step_time_s[problem.pruned.open_rows]).any():
-        reason = no_time(problem.task, problem.costs)
-        raise NoDevice(_("no time can be predicted: {why}", why=reason))
+        raise NoDevice(_("no time can be predicted: {why}", why=no_time(problem.task, problem.costs)))
 
 
 def require_candidate(problem: Problem) -> None:

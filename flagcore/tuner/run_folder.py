@@ -116,8 +116,7 @@ class RunDirectory:
         """Create the folder and lock it. Raises RunError if another process has locked it."""
         with writable(self.path):
             self.path.resolve().mkdir(parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            lock = os.open(self.path / LOCK, flags, 0o644)
+            lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -110,8 +110,7 @@ class SearchState:
             return ()
         baseline = self.baseline
         measured = (baseline,) if baseline and baseline.state is TrialState.MEASURED else ()
-        chosen = {trial.candidate: trial for trial in (*measured, self.best, *self.rivals[:MAX_RIVALS])}
-        return tuple(chosen.values())
+        return tuple({trial.candidate: trial for trial in (*measured, self.best, *self.rivals[:MAX_RIVALS])}.values())
 
     @property
     def repeated(self) -> tuple[Trial, ...]:

@@ -269,6 +269,7 @@ SECRET_NAMES = (
     *("DB_PW", "DB_PASS", "smtp_pass", "PAT", "GITHUB_PAT", "pgPwd", "creds", "s3-key", "SLACK_WEBHOOK_URL"),
     *("MODELARTS_SK", "--ak", "SSHPASS", "auth", "HF_TOKEN_2", "API_KEY_PROD", "TENCENTCLOUD_SECRET_ID", "Cookie"),
     *("SECRET_KEY_BASE", "Pwd", "DBPASS", "APITOKEN", "SMTPPASS", "WANDBKEY", "GHPAT", "client_key_data", "HF_TOKEN2"),
+    *("BAIDU_BOS_SK", "--honeycomb-writekey", "COS_SECRETID"),
     *("--dbpass", "OpenAIKey", "refreshtoken", "数据库密码", "访问密钥"),
 )
 OTHER_NAMES = (
@@ -353,12 +354,15 @@ aws configure set aws_secret_access_key § || git config --global user.token § 
 cypher-shell -u neo4j -p § || mcli alias set m http://h:9000 AK § || neo4j-admin dbms set-initial-password §
 borg create --passcommand "echo §" || curl -H "X-Api-Key: §" http://h || ROBOFLOWKEY=§ python a.py
 npm config set //registry.npmjs.org/:_authToken § || rabbitmqctl add_user me § || htpasswd -b f me § || sqlplus me/§@db
+influx write -t § x || mount.cifs //h/s /m -o user=u,pass=§ || redis-cli --pass § ping || apptainer remote login -p § o
 docker run -e APITOKEN=§ image || sbatch --export=ALL,HFTOKEN=§ x.sh || twine upload -u u -p § f || lftp -u me,§ h
 """
 IN_TEXTS = r"""
 docker login \↵  -p § r.io || ['mysql', '-p§', 'db'] || - name: DB_PASSWORD↵  value: §
 env: [{name: APITOKEN, value: §}] || {"name": "WANDB_KEY", "value": "§"} || machine h.io↵login me↵password §
 -----BEGIN PGP PRIVATE KEY BLOCK-----↵↵lQ§↵-----END || u:§@tcp(127.0.0.1:3306)/db || 密码：§ || 令牌是§ || 密码为“§”
+- value: §↵  name: HF_TOKEN || .dockerconfigjson: § || <entry key="password">§</entry> || requirepass § || PASSWORD "§"
+smtp.login("me", "§") || sshfs -o password_stdin h:/ /m <<< § || https://h/t/§/conda || curl -u :§ h || 'h:1234:*:me:§'
 echo § | docker login --password-stdin || echo "§" | sudo -S true || gh auth login --with-token <<< § || echo §|chpasswd
 """
 ORDINARY = r"""
@@ -390,6 +394,7 @@ apt-get install -y git curl zip unzip openssl || zip -r out.zip dir || ssh-keyge
 jupyter lab --port 8888 --ServerApp.token='' || aws configure set region us-east-1 || aws s3 cp s3://b/key/model.bin .
 helm upgrade --install v chart --set image.tag=v0.9 --set secrets.existingSecret=hf || mindie --keyPath /k --auth none
 srun -u me -p gpu x || docker run -u root -p 80:8000 i || grep HF_TOKEN file || export MONKEY=1 SORTKEY=name
+redis-cli -a "$REDIS_PASS" ping || redis-server --requirepass "$PASS" || mount -o rw a /b || curl h/t/metrics/api
 ray start --head --port=6379 || mpirun -np 16 -x NCCL_DEBUG=INFO python train.py || echo "pass 1" | tee x
 """
 

@@ -8,6 +8,7 @@ from flagcore_testing.toy import KNOBS
 from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Control, Spec, TrainSpec
 from flagcore.errors import SpecError
+from flagcore.spec import schema
 from flagcore.spec.convert import parse_spec
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import spec_as_data
@@ -190,6 +191,19 @@ def test_one_group_is_a_cluster_of_equal_nodes(read: Callable[..., Spec]) -> Non
     assert read("cluster: {groups: [{chip: a, nodes: 2}]}").cluster == ClusterSpec(chip="a", nodes=2)
 
 
+@pytest.mark.parametrize("source", ["groups", "hostfile"])
+def test_a_cluster_has_at_most_16_groups(read: Read, read_error: ReadError, tmp_path: Path, source: str) -> None:
+    def cluster(count: int) -> str:
+        names = [f"c{number}" for number in range(count)]
+        (tmp_path / "hosts").write_text("".join(f"{name} slots=8 type={name}\n" for name in names))
+        groups = json.dumps([{"chip": name} for name in names])
+        return "cluster: {hostfile: hosts}" if source == "hostfile" else f"cluster: {{groups: {groups}}}"
+
+    assert len(read(cluster(16)).cluster.groups) == 16
+    error = read_error(cluster(17))
+    assert (error.key, error.value) == ("cluster.groups", 17)
+
+
 def test_a_missing_file_gets_similar_names_as_suggestions(tmp_path: Path) -> None:
     (tmp_path / "train-cpu.yaml").write_text("{}")
     with pytest.raises(SpecError, match=r"does not exist; did you mean .*train-cpu\.yaml\?"):
@@ -213,6 +227,8 @@ def test_all_rules_that_an_inline_shape_breaks_are_reported_once(error_of: Error
     keys = {f"model.{key}": value for key, value in (shape | wrong).items() if key in {*wrong, "hidden_size"}}
     assert {each.key: each.value for each in error.problems} == keys
     assert len(error.problems) == len(keys)
+    too_many = {"num_moe_experts": 10**9, "moe_router_topk": 2}
+    assert error_of(model_from, shape | {"hidden_size": 64} | too_many, base=Path()).key == "model.num_moe_experts"
     without_topk = error_of(model_from, shape | {"hidden_size": 64, "num_moe_experts": 4}, base=Path())
     assert [each.key for each in without_topk.problems] == ["model.moe_router_topk"]
 
@@ -250,6 +266,17 @@ def test_lengths_without_one_readable_source_are_refused(
     error = read_error(train=TRAIN.replace("}", f", lengths: {json.dumps(section)}}}", 1))
     assert error.key == f"train.lengths{key}"
     assert problem in error.problem
+
+
+def test_a_file_has_few_different_lengths(
+    read: Read, read_error: ReadError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schema, "MOST_LENGTHS", 3)
+    train = TRAIN.replace("}", ", lengths: {file: lengths.txt}}", 1)
+    (tmp_path / "lengths.txt").write_text("7\n8\n9\n" * 5)
+    assert {*given(read(train=train).train.lengths).values} == {7, 8, 9}
+    (tmp_path / "lengths.txt").write_text("7\n8\n9\n10\n")
+    assert read_error(train=train).key == "train.lengths.file"
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,7 @@ def test_malicious_text_gives_a_one_line_error_quickly(
         ('{"a": NaN}', "finite"),
         ('{"a": 1e999}', "finite"),
         ('{"a": 1, "a": 2}', "has the key 'a' twice"),
+        (f'{{{", ".join(f""""k{n}": 1""" for n in range(40_000))}, "k39999": 2}}', "has the key 'k39999' twice"),
         ('{"a": ' * 100_000, "nested too deep"),
         ('{"a": ' + "9" * 5000 + "}", "digits"),
     ],

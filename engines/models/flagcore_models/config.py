@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import AliasChoices, AliasGenerator, BaseModel, ConfigDict
 
 from flagcore.domain.model import Layer, Mixer, Model
-from flagcore.domain.units import Layers, NoLayers, NoSize, Size
+from flagcore.domain.units import Layers, NoExperts, NoLayers, NoSize, Size
 from flagcore.errors import SpecError, join_errors
 from flagcore.loading.entry_points import installed, load_checked, subclass_of
 from flagcore.spec.plain_data import KeyPath, spec_error
@@ -72,7 +72,7 @@ class Config(BaseModel):
     qkv_bias: bool = False
     qk_layernorm: bool = False
     gated_linear_unit: bool = True
-    num_experts: NoSize | None = None
+    num_experts: NoExperts | None = None
     zero_expert_num: NoLayers = 0
     enable_moe_block: bool | None = None
     num_experts_per_tok: NoSize | None = None

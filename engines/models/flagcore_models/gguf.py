@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from mmap import ACCESS_READ, mmap
 from typing import Any
 
 from flagcore.domain.files import open_regular
@@ -204,8 +205,38 @@ class _Header:
         return None if field is None else field.contents()
 
 
-MOST_FIELDS = 100_000
-"""The maximum numbers of tensors and of keys of a file, which are at bytes 8 and 16 (ggml `docs/gguf.md`)."""
+MOST_FIELDS, MOST_ITEMS = 100_000, 2_000_000
+"""The maximum numbers of tensors and of keys of a file, and of the items of its lists, such as tokens."""
+_STRING, _LIST = 8, 9
+_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""The bytes of a value by its type (ggml `docs/gguf.md`)."""
+
+
+def _check_size(data: mmap) -> None:
+    """Raise ValueError if a header ends early, or has more than gguf, which reads item by item, reads in seconds."""
+    order: Any = "little" if data[4:6] != b"\0\0" else "big"
+
+    def number(at: int, size: int = 8) -> int:
+        if at + size > len(data):
+            raise ValueError("it ends within its header")
+        return int.from_bytes(data[at : at + size], order)
+
+    if max(counts := (number(8), number(16))) > MOST_FIELDS:
+        raise ValueError(f"it has {max(counts):,} tensors or keys, at most {MOST_FIELDS:,} are read")
+    at, items = 24, 0
+    for _ in range(counts[1]):
+        at += 8 + number(at)
+        kind, at, count = number(at, 4), at + 4, 1
+        if kind == _LIST:
+            kind, count, at = number(at, 4), number(at + 4), at + 12
+        items += count
+        if items > MOST_ITEMS:
+            raise ValueError(f"its lists have more than {MOST_ITEMS:,} items")
+        if kind == _STRING:
+            for _item in range(count):
+                at += 8 + number(at)
+        else:
+            at += count * _BYTES[kind]
 
 
 @lru_cache(maxsize=8)
@@ -215,11 +246,8 @@ def _header(path: str) -> _Header:
     except ImportError:
         raise NoDevice(f"reading {path} needs the gguf package; pip install gguf") from None
     try:
-        with open_regular(path) as file:
-            start = file.read(24)
-        counts = [min(int.from_bytes(start[at : at + 8], order) for order in ("little", "big")) for at in (8, 16)]
-        if max(counts) > MOST_FIELDS:
-            raise ValueError(f"it has {max(counts):,} tensors or keys, at most {MOST_FIELDS:,} are read")
+        with open_regular(path) as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+            _check_size(data)
         return _Header(path, GGUFReader(path))
     except OSError as error:
         problem = f"cannot be read ({error.strerror or error})"

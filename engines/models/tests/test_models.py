@@ -1,6 +1,7 @@
 """Models of config.json, of headers of GGUF files, and with public names."""
 
 import json
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore.domain.model import Model
 from flagcore.errors import SpecError
 from flagcore.spec.models import model_from
+from tests.checks import refuses
 from tests.tasks import VISION
 
 ErrorOf = Callable[..., SpecError]
@@ -172,6 +174,11 @@ def test_layers_without_experts_may_be_anywhere(at: At, extra: dict[str, Any], d
     model = read_model("Some-Model", at(QWEN3_MOE | extra))
     networks = {network.kind: number for network, number in network_counts(model).items()}
     assert networks == {"dense": dense, "experts": experts}
+
+
+def test_a_model_with_a_billion_experts_is_refused(at: At) -> None:
+    with refuses("num_experts", 10**9):
+        read_model("Some-Model", at(QWEN3_MOE | {"num_experts": 10**9}))
 
 
 def test_leading_dense_layers_are_read(at: At) -> None:
@@ -475,3 +482,20 @@ def test_a_missing_size_is_named(tmp_path: Path) -> None:
     sizes = {name: size for name, size in DENSE.items() if name != "block_count"}
     with pytest.raises(SpecError, match=r"has no llama\.block_count"):
         gguf_shape(header(tmp_path, "llama", sizes))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        struct.pack("<IIQ", 9, 8, 3_000_000) + (struct.pack("<Q", 1) + b"a") * 9,
+        struct.pack("<IIQ", 9, 0, 2**60),
+        struct.pack("<IIQ", 9, 9, 1) * 1_000,
+        struct.pack("<IQ", 8, 2**62),
+    ],
+    ids=["strings", "bytes", "nested", "text"],
+)
+def test_a_gguf_header_without_end_is_refused_before_it_is_read(tmp_path: Path, value: bytes) -> None:
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"x" + value)
+    with refuses("model"):
+        gguf_shape(str(file))

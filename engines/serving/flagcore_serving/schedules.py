@@ -7,6 +7,7 @@ from typing import Any
 
 from flagcore.contracts import Platform, Problem
 from flagcore.domain.space import Candidate
+from flagcore.errors import NoDevice
 from flagcore.loading.entry_points import installed, load_checked, with_methods
 
 GROUP = "flagcore.schedules"
@@ -30,7 +31,27 @@ class Schedule(ABC):
         """Return sentences for the user about what was asked, and about what was not answered."""
 
 
+class _Broken(Schedule):
+    """A schedule that cannot be used. Only a search that needs it ends."""
+
+    def __init__(self, error: NoDevice) -> None:
+        self.error = error
+
+    def refusal(self, engine: Any, platform: Platform, candidate: Candidate) -> str:
+        return ""
+
+    def scheduled(self, problem: Problem) -> Problem:
+        """Raise NoDevice."""
+        raise self.error
+
+    def notes(self) -> Sequence[str]:
+        return [str(self.error)]
+
+
 def schedule_of(engine: str) -> Schedule | None:
-    """Return the schedule of an engine, or None if none is installed. Raises NoDevice if it cannot be used."""
+    """Return the schedule of an engine, or None if none is installed."""
     points = installed(GROUP).get(engine)
-    return load_checked("schedule", points, partial(with_methods, Schedule)) if points else None
+    try:
+        return load_checked("schedule", points, partial(with_methods, Schedule)) if points else None
+    except NoDevice as error:
+        return _Broken(error)

@@ -18,7 +18,7 @@ AUTOS: Mapping[str, Callable[[Task], Sequence[KnobValue]]] = {
     "batch_divisors": lambda task: divisors(task.spec.train.global_batch_size),
     "expert_divisors": lambda task: divisors(gcd(task.spec.model.experts or 1, task.cluster.devices)),
     "virtual_stages": lambda task: (None, *_virtual_stage_lengths(task.spec.model.num_layers)),
-    "layers": lambda task: tuple(range(1, task.spec.model.num_layers + 1)),
+    "layers": lambda task: _layer_numbers(task.spec.model.num_layers),
 }
 """Functions that return the values of `auto`, by their name in `knobs.yaml`."""
 
@@ -56,6 +56,11 @@ def knob_of_row(name: str, row: dict[str, Any]) -> Knob:
     elif values not in ((), (None,)):
         row["auto"] = lambda task: values
     return Knob(name=name, kind=kind, scope=scope, flags=tuple(flags), words=words, requires=requires, **row)
+
+
+def _layer_numbers(layers: int) -> tuple[int, ...]:
+    """Return the numbers of layers up to `layers`: each one up to 128, then every 16th, so that spaces stay small."""
+    return (*range(1, min(layers, 128) + 1), *range(144, layers + 1, 16))
 
 
 def _virtual_stage_lengths(layers: int) -> list[int]:

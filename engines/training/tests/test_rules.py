@@ -1,11 +1,15 @@
 """Rules whose knobs and messages are rows of a table."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from flagcore_training.knobs import AUTOS
 from flagcore_training.rules import RuleTable
+
+from tests.tasks import task
 
 ENGINES = Path(__file__).parents[2]
 TABLES = sorted(ENGINES.glob("*/flagcore_*/**/rules.yaml"))
@@ -27,3 +31,13 @@ def test_a_rule_has_the_knobs_and_the_message_of_its_row(tmp_path: Path, monkeyp
 def test_each_row_belongs_to_a_rule(file: Path) -> None:
     code = "".join(each.read_text() for each in file.parent.glob("*.py"))
     assert [name for name in yaml.safe_load(file.read_text()) if f'"{name}"' not in code] == []
+
+
+@pytest.mark.parametrize(("layers", "most"), [(96, 96), (1000, 200)])
+def test_a_deep_model_has_few_numbers_of_layers_to_try(layers: int, most: int) -> None:
+    spec = task().spec
+    deep = replace(task(), spec=replace(spec, model=replace(spec.model, num_layers=layers)))
+    values = AUTOS["layers"](deep)
+    assert values[:96] == tuple(range(1, 97))
+    assert len(values) <= most
+    assert values[-1] <= layers

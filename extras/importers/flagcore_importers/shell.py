@@ -6,6 +6,7 @@ bash runs the script, and `trace.bash` records and skips the commands.
 import fcntl
 import os
 import re
+import resource
 import select
 import shlex
 import shutil
@@ -20,7 +21,8 @@ from pathlib import Path
 from flagcore.domain.files import open_regular, read_regular
 from flagcore.errors import SpecError
 
-TIMEOUT_SECONDS = 8.0
+TIMEOUT_SECONDS, MOST_BYTES = 8.0, 1 << 29
+"""The time of a script, and the memory of each of its processes."""
 SCRIPT_FIX = "give the command that the script starts, such as torchrun, instead of the script"
 SHELLS = ("bash", "sh", "dash")
 HOSTS_FUNCTION = "() { local i; for ((i = 0; i < ${SLURM_NNODES:-1}; i++)); do echo localhost; done; }"
@@ -202,13 +204,15 @@ def _run_traced(argv: Sequence[str], directory: str | None, environment: Mapping
         finally:
             os.close(inherited_pipe)
         try:
+            with suppress(ProcessLookupError):  # it has ended
+                resource.prlimit(process.pid, resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
             has_ended = select.select([read_end], [], [], TIMEOUT_SECONDS)[0]
         finally:  # also if a signal interrupts flagcore
             with suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
         if process.wait() == 0 or not has_ended:
             return "" if has_ended else f"it did not end in {TIMEOUT_SECONDS:g} s"
-        output.seek(0)
+        output.seek(max(0, output.seek(0, os.SEEK_END) - (1 << 20)))
         text = re.sub(r"\x1b\[[\d;]*m|[^\S\n]|[^\s -\uffff]", " ", output.read().decode("utf-8", errors="replace"))
         lines = re.findall(r"^(?!\+|Try ).*\S", text, re.MULTILINE)
     return f"exit code {process.returncode}: {lines[-1] if lines else 'it printed nothing'}"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from flagcore_importers import shell
 from flagcore_importers.command import read_command
 
 from engines.serving.tests.engines.tasks import engine_of, planned, server
@@ -229,3 +230,11 @@ def test_other_kinds_of_layers_are_keys_of_a_configuration(words: str, expected:
     assert model["model_type"] == "hybrid"
     assert {key: model[key] for key in expected} == expected
     assert model_from(model, base=Path()).layers
+
+
+def test_a_script_that_takes_memory_without_end_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "MOST_BYTES", 1 << 26)
+    (folder / "run.sh").write_text("a=xx\nwhile :; do a=$a$a; done\n")
+    records, problem = shell.trace_script(("bash", "run.sh"), str(folder), {})
+    assert not records
+    assert "exit code" in problem

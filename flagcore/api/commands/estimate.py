@@ -241,8 +241,7 @@ def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
 def _crowded(problem: Problem, order: IntArray) -> IntArray:
     """Return the row of the fastest candidate without a margin of memory, if it is faster than the first of `order`."""
     seconds, crowded = problem.predictions.step_time_s, order[lacks_margin(problem.task, problem.predictions)[order]]
-    is_faster = crowded.size and seconds[crowded[0]] < seconds[order[0]]
-    return crowded[: int(is_faster)]
+    return crowded[: int(crowded.size and seconds[crowded[0]] < seconds[order[0]])]
 
 
 def plugin_notes(platform: Platform) -> tuple[str, ...]:
@@ -356,10 +355,16 @@ def cheapest_change(problem: Problem, plugins: LoadedPlugins) -> str:
 
     If no change helps, returns advice to use another chip, or an empty string if rules and not memory are the reason.
     """
-    task = problem.task
-    for change, spec in _changes_to_fit(problem, task.cluster.groups[0].chip.devices_per_node):
+    task, most = problem.task, problem.task.cluster.groups[0].chip.devices_per_node
+    is_whole = not task.spec.work.takes_any_flag and all(values == AUTO for values in task.spec.space.values())
+    least = float(problem.predictions.share_in_use.min()) if is_whole else 1.0
+    for change, spec in _changes_to_fit(problem, most):
+        factor = max(1.0, spec.cluster.nodes * (spec.cluster.devices_per_node or most) / task.cluster.devices)
+        if factor < least:  # more devices divide the memory by their number at most
+            continue
         with suppress(FlagError):
             changed = build_problem(spec, plugins, problem.engine, plan=True)
+            least = factor * float(changed.predictions.share_in_use.min()) if factor > 1 else least
             if changed.pruned.open_rows.size:
                 candidate = changed.set_knobs(changed.space.candidate(recommended_row(changed) or 0))
                 return _("with {change}, this candidate fits: {candidate}", change=change, candidate=candidate)

@@ -54,8 +54,7 @@ def state_of(subject: Subject) -> tuple[str, list[str], Sequence[ExcludingRule]]
     rules = _pruning_rules(snapshot, subject.row)
     own = (trial for trial in subject.trials if trial.role is not Role.IMPORTED)
     if any(trial.fidelity == snapshot.fidelity != ESTIMATE for trial in own):
-        ends = [_end_of_trial(snapshot, trial) for trial in subject.trials]
-        return RAN, [*ends, *_all_runs(subject)], rules
+        return RAN, [*[_end_of_trial(snapshot, trial) for trial in subject.trials], *_all_runs(subject)], rules
     probes = [_end_of_trial(snapshot, trial) for trial in subject.trials if trial.fidelity != ESTIMATE]
     if rules:
         return REMOVED, [*probes, *(_removal(subject, each) for each in rules)], rules

@@ -162,8 +162,7 @@ class _Monitor:
         if not has_one_step or self.control.train_iters < MIN_STEPS or limit is None:
             return False
         is_shared = self.platform.support.shared_devices
-        next_s = steps[0] if is_shared else min(steps[0], _predicted_step(self.trial) or 0.0)
-        return elapsed + next_s > limit.seconds
+        return elapsed + (steps[0] if is_shared else min(steps[0], _predicted_step(self.trial) or 0.0)) > limit.seconds
 
     def _measurement(self, *, partial: bool) -> Measurement:
         """Read the measurement, and scale it to whole steps if the steps were shortened. Raises FlagError."""

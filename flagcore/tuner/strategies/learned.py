@@ -181,8 +181,7 @@ def _fit_probability(context: SearchContext, rows: IntArray, features: Features)
     observed = Observations.join((context.past.memory, observed_memory(context)))
     posterior = Ratios(observed, features, MEMORY).posterior(features)
     margin = -np.log(share) - posterior.mean
-    deviation = np.maximum(posterior.deviation, 1e-6)
-    return np.asarray(np.nan_to_num(scipy.special.ndtr(margin / deviation), nan=1.0))
+    return np.asarray(np.nan_to_num(scipy.special.ndtr(margin / np.maximum(posterior.deviation, 1e-6)), nan=1.0))
 
 
 def _finished_because(
@@ -247,8 +246,7 @@ def _confirms(context: SearchContext, evaluation: _Evaluation, best: float) -> b
     share = shares[:, evaluation.rows]
     is_unmeasured = share > MIN_SHARE_RATIO * shares[:, measured].max(axis=1, keepdims=True)
     shortest = evaluation.log_time + np.log1p(-MAX_PART_ERROR * np.where(is_unmeasured, share, 0.0))
-    is_faster = shortest < best + math.log1p(-MIN_GAIN)
-    return not (is_faster & (evaluation.fits > MIN_PROBABILITY)).any()
+    return not ((shortest < best + math.log1p(-MIN_GAIN)) & (evaluation.fits > MIN_PROBABILITY)).any()
 
 
 def believed(context: SearchContext, row: int) -> Belief:

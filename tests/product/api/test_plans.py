@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from flagcore import api
+from flagcore.api.commands import estimate as estimate_module
 from flagcore.api.commands.explain import REMOVED
 from flagcore.api.inputs import loaded_plugins, open_spec
 from flagcore.api.jobs import predict_records, published_runs
 from flagcore.api.runs import load_snapshot
+from flagcore.contracts import Problem
 from flagcore.domain.records import read_prediction
+from flagcore.domain.spec import Spec
 from flagcore.errors import NothingFits, UsageError
 from flagcore.plugins import load_plugins
 from flagcore.report.estimate import Estimate, estimate_texts, expected_text
@@ -120,6 +123,21 @@ def test_where_nothing_fits_the_cheapest_change_is_named(
         api.estimate(data)
     assert change in str(caught.value)
     assert "(memory of H100-SXM" in str(caught.value)
+
+
+def test_devices_that_cannot_hold_the_job_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes, build = list[int](), estimate_module.build_problem
+
+    def counted(spec: Spec, *arguments: Any, **named: Any) -> Problem:
+        nodes.append(spec.cluster.nodes)
+        return build(spec, *arguments, **named)
+
+    monkeypatch.setattr(estimate_module, "build_problem", counted)
+    data = spec(space={})
+    data["model"] = LLAMA_8B | {"num_layers": 4, "hidden_size": 131072, "ffn_hidden_size": 524288}
+    with pytest.raises(NothingFits, match=r"cluster\.nodes = |neither other knobs"):
+        api.estimate(data)
+    assert len(nodes) <= 3, "the memory tells how many nodes are too few"
 
 
 @pytest.mark.costly

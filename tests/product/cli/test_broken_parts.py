@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 import click
 import pytest
 from flagcore_models.config import mixer_class
 from flagcore_operators.contract import find_library, libraries
+from flagcore_serving.schedules import schedule_of
 
 from flagcore import plugins
 from flagcore.cli import machine
@@ -25,6 +27,8 @@ FAULTS = {
     "exits with 3": ("import sys; sys.exit(3)", "SystemExit: 3"),
     "ends the process": ("import os; os._exit(3)", "called os._exit(3)"),
     "is rude": ("raise BaseException('rude')", "BaseException: rude"),
+    "interrupts": ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
+    "closes stdout": ("import sys; sys.stdout.close()", "has no attribute 'PART'"),
     "hangs": ("from threading import Event; Event().wait()", "did not end within 0.3 s"),
     "prints without end": ("while True: print('x' * 1000)", "printed more than"),
     "lacks the object": ("", "has no attribute 'PART'"),
@@ -41,6 +45,13 @@ def _reported() -> object:
     return entry_points.load_checked("report of knobs", points, lambda report: report())
 
 
+def _scheduled() -> object:
+    schedule: Any = schedule_of(NAME)
+    assert schedule.refusal(None, None, None) == ""  # a trial that does not need it starts
+    assert DISTRIBUTION in schedule.notes()[0]
+    return schedule.scheduled(None)
+
+
 NEEDS: dict[str, Callable[[], object]] = {
     "flagcore.commands": _command,
     "flagcore.effective": _reported,
@@ -52,6 +63,7 @@ NEEDS: dict[str, Callable[[], object]] = {
     "flagcore.mixers": lambda: mixer_class(NAME),
     "flagcore.models": lambda: models.catalogue(),
     "flagcore.operators": lambda: find_library(NAME),
+    "flagcore.schedules": _scheduled,
     "flagcore.sections": lambda: plugins.engines().sections([NAME]),
     "flagcore.strategies": lambda: plugins.strategy(NAME),
     "flagcore.watchers": lambda: plugins.watcher(NAME),

@@ -17,15 +17,17 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from io import TextIOWrapper
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
-from flagcore.domain.files import read_regular
+from flagcore.domain.files import open_regular
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.errors import SpecError
 from flagcore_serving.job import Load
@@ -110,26 +112,31 @@ class Traffic:
 
 
 @lru_cache(maxsize=4)
-def _cached(path: str, turns: int, output_len: int, modified_ns: int) -> Traffic:
-    return read_trace(path, turns, output_len)
+def _cached(path: str, turns: int, output_len: int, most: int | None, modified_ns: int) -> Traffic:
+    return read_trace(path, turns, output_len, most)
 
 
 def trace_of(load: Load) -> Traffic:
-    """Return all requests of a load's trace, as `read_trace` does. A file is read again only if it has changed."""
+    """Return the requests of a load's trace, as `read_trace` does. A file is read again only if it has changed."""
     path = load.trace or ""
-    return _cached(path, load.turns, load.output_len, os.stat(path).st_mtime_ns if os.path.exists(path) else 0)
+    modified_ns = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
+    return _cached(path, load.turns, load.output_len, load.num_prompts, modified_ns)
 
 
-MOST_OBJECTS = 2_000_000
-"""The maximum number of JSON objects in a trace."""
+MOST_BYTES, MOST_PART = 3 << 28, 1 << 24
+"""The most bytes of a trace, and the most characters of a row."""
+MOST_REQUESTS, MOST_BLOCKS, MOST_TEXT = 500_000, 5_000_000, 100_000_000
+"""The most requests of a trace, ids of blocks of all of them, and characters of all prompts: these are in memory."""
 
 
 class _InvalidRow(Exception):
     """The trace contains an invalid row."""
 
 
-def read_trace(path: str, turns: int = 1, output_len: int = 0) -> Traffic:
+def read_trace(path: str, turns: int = 1, output_len: int = 0, most: int | None = None) -> Traffic:
     """Return the requests of a trace file, with at most `turns` turns of each conversation.
+
+    If `most` is given, texts and agents without times are read until there are as many requests.
 
     `output_len`: the number of tokens for answers whose length is not in the trace. If it is 0, requests without this
     length are skipped.
@@ -137,18 +144,15 @@ def read_trace(path: str, turns: int = 1, output_len: int = 0) -> Traffic:
     """
     file, refused = Path(path), partial(SpecError, key="serve.profile.trace", value=path)
     try:
-        data = read_regular(file, max_bytes=3 << 28)
-        if (count := data.count(b"{")) > MOST_OBJECTS:
-            raise refused(problem=f"has {count:,} objects", fix=f"give at most {MOST_OBJECTS:,}")
-        text = data.decode("utf-8-sig")
-        del data  # which may be large
-        trace = _json(text, turns, output_len, file.parent)
+        with open_regular(file) as data:
+            if (size := os.fstat(data.fileno()).st_size) > MOST_BYTES:
+                raise refused(problem=f"has {size:,} bytes", fix=f"give at most {MOST_BYTES:,}")
+            trace = _json(TextIOWrapper(data, "utf-8-sig", newline="\n"), turns, output_len, most, file.parent)
     except OSError as error:
         problem, fix = f"cannot be read: {error.strerror or error}", "give a file, relative to the spec"
         raise refused(problem=problem, fix=fix) from None
     except UnicodeDecodeError as error:
-        problem = f"is not UTF-8: {error.reason} at byte {error.start}"
-        raise refused(problem=problem, fix="convert it") from None
+        raise refused(problem=f"is not UTF-8: {error.reason}", fix="convert it") from None
     except _InvalidRow as error:
         raise refused(problem=f"is not a valid trace: {error}", fix="correct the file") from None
     if not trace.input_len.size:
@@ -156,39 +160,60 @@ def read_trace(path: str, turns: int = 1, output_len: int = 0) -> Traffic:
     return trace
 
 
-def _json(text: str, turns: int, output_len: int, folder: Path) -> Traffic:
+def _json(text: TextIO, turns: int, output_len: int, most: int | None, folder: Path) -> Traffic:
     rows = _rows(text)
-    if not rows:
+    if (first := next(rows, None)) is None:
         raise _InvalidRow("it is empty")
-    if any(name in rows[0] for name in _TEXT):
-        return _traffic(rows, lambda row, number: _turns(row, number, turns, folder), output_len)
-    if isinstance(rows[0].get("requests"), list):
-        return _traffic(rows, lambda row, number: _agent(row, number)[:turns], output_len, _block_len(rows))
-    if any(name in rows[0] for name in _INPUT):
-        has_blocks = any("hash_ids" in row for row in rows)
-        read = partial(_lengths, folder=folder, has_blocks=has_blocks)
-        if any("session_id" in row for row in rows):
-            return _traffic(
-                _sessions(rows), lambda row, _: [read(each, n) for n, each in row["turns"][:turns]], output_len
-            )
-        return _traffic(rows, lambda row, number: [read(row, number)], output_len)
+    traffic = partial(_traffic, chain([first], rows), turns=turns, output_len=output_len, most=most)
+    if any(name in first for name in _TEXT):
+        return traffic(partial(_turns, count=turns, folder=folder))
+    if isinstance(first.get("requests"), list):
+        block_len = _count(first, ("block_size",), 1)
+        return traffic(partial(_agent, block_len=block_len), block_len=block_len)
+    if any(name in first for name in _INPUT):
+        return traffic(partial(_lengths, folder=folder), has_sessions=True)
     raise _InvalidRow(f"row 1 has none of {', '.join((*_TEXT, *_INPUT))}")
 
 
-def _rows(text: str) -> list[dict[str, Any]]:
-    """Return the objects in JSON or JSON lines. Only a line feed ends a line, because texts may contain U+2028."""
-    parsed_rows: list[Any] = []
-    lines = (text,) if text.lstrip().startswith("[") else (each[0] for each in re.finditer(r"[^\n]*\n?", text))
-    for number, part in enumerate(lines, 1):
+def _rows(text: TextIO) -> Iterator[dict[str, Any]]:
+    """Yield the objects in JSON or JSON lines."""
+    number = 0
+    for value in _values(text):
+        for row in value if isinstance(value, list) else [value]:
+            number += 1
+            if not isinstance(row, dict):
+                raise _InvalidRow(f"row {number} is not an object")
+            yield row
+
+
+def _values(text: TextIO) -> Iterator[Any]:
+    """Yield the items of a JSON list, or the values of JSON lines, one at a time: a whole trace may not fit in memory.
+
+    Where a value is incomplete, as many characters are added as it has.
+    """
+    decode, buffer, line = json.JSONDecoder().raw_decode, text.read(1 << 20), 1
+    is_list = buffer.lstrip().startswith("[")
+    place = buffer.index("[") + 1 if is_list else 0
+    gap = re.compile(r"[\s,]*" if is_list else r"\s*")
+    while True:
+        start = gap.match(buffer, place).end()  # type: ignore[union-attr]
         try:
-            parsed = json.loads(part) if part.strip() else []
+            value, place = decode(buffer, start)
         except (ValueError, RecursionError) as error:
-            raise _InvalidRow(f"it is neither JSON nor JSON lines (line {number}): {error}") from None
-        parsed_rows += parsed if isinstance(parsed, list) else [parsed]
-    for number, row in enumerate(parsed_rows, 1):
-        if not isinstance(row, dict):
-            raise _InvalidRow(f"row {number} is not an object")
-    return parsed_rows
+            if is_list and buffer.startswith("]", start) and not (buffer[start + 1 :] + text.read(1)).strip():
+                return
+            is_long = len(buffer) - start > MOST_PART or isinstance(error, RecursionError)
+            if more := "" if is_long else text.read(min(max(len(buffer) - start, 1 << 20), MOST_PART)):
+                line += buffer.count("\n", 0, start)
+                buffer, place = buffer[start:] + more, 0
+            elif start == len(buffer) and not is_list:
+                return
+            else:
+                line += buffer.count("\n", 0, start)
+                problem = f"it is neither JSON nor JSON lines (line {line}): {getattr(error, 'msg', error)}"
+                raise _InvalidRow(problem + f", or more than {MOST_PART:,} characters" * is_long) from None
+        else:
+            yield value
 
 
 def _images(row: Mapping[str, Any], number: int, folder: Path) -> tuple[Image, ...]:
@@ -205,16 +230,10 @@ def _images(row: Mapping[str, Any], number: int, folder: Path) -> tuple[Image, .
         raise _InvalidRow(problem) from None
 
 
-def _times(rows: Sequence[Mapping[str, Any]]) -> list[float] | None:
-    """Return the timestamps of the rows in seconds, or None if no row has one."""
-    if not any("timestamp" in row for row in rows):
-        return None
-    return [_number(row.get("timestamp"), "timestamp", number) / 1e3 for number, row in enumerate(rows, 1)]
-
-
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A turn of a conversation: its whole prompt, its lengths in tokens, its answer, its images, and its blocks.
+    """A turn of a conversation: its whole prompt, its lengths in tokens, the estimated length of its answer (0 without
+    a text), its images, and its blocks.
 
     A prompt, lengths and a wait that the trace lacks are None. A block of an agent has the number of its row.
     """
@@ -222,43 +241,67 @@ class _Turn:
     prompt: str | None
     input_len: int | None
     output_len: int | None
-    answer: str = ""
+    estimated: int = 0
     images: tuple[Image, ...] = ()
     blocks: tuple[Any, ...] = ()
     wait_s: float | None = None
 
-    def answer_len(self, usual: int) -> int:
-        """Return the tokens of the answer: `usual` ones if the trace has neither their number nor a text."""
-        return self.output_len or (estimated_tokens(self.answer) if self.answer else usual)
+    @property
+    def answer_len(self) -> int:
+        """The tokens of the answer, 0 if the trace has neither their number nor a text."""
+        return self.output_len or self.estimated
 
 
 def _traffic(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Iterable[Mapping[str, Any]],
     read: Callable[[Mapping[str, Any], int], Sequence[_Turn]],
+    turns: int,
     output_len: int,
+    most: int | None,
     block_len: int = BLOCK,
+    *,
+    has_sessions: bool = False,
 ) -> Traffic:
     """Return the requests of `rows`, sorted by time. `read` returns the turns of a row, given the row and its number.
 
-    A turn that lacks a question or an answer ends its conversation.
+    A turn that lacks a question or an answer ends its conversation. With `has_sessions`, rows with the same session_id
+    are a conversation, at the time of the first one.
     """
-    times = _times(rows)
-    order = range(len(rows)) if times is None else np.argsort(times, kind="stable").tolist()
-    requests, follows, arrivals = list[_Turn](), list[int](), list[float]()
-    for index in order:
-        previous = -1
-        only_asks = bool(output_len) and not {"prompt", "text"}.isdisjoint(rows[index])  # such rows have no answers
-        for turn in read(rows[index], index + 1):
-            lacks_answer = not (turn.answer or turn.output_len)
-            if turn.prompt == "" or (lacks_answer and not (turn.prompt and only_asks)):
+    found, ended = dict[object, tuple[int, float, list[_Turn]]](), set[object]()
+    requests = blocks = characters = without_blocks = 0
+    for number, row in enumerate(rows, 1):
+        session = repr(row["session_id"]) if has_sessions and "session_id" in row else number
+        time = _number(row["timestamp"], "timestamp", number) / 1e3 if "timestamp" in row else math.nan
+        _first, _time, conversation = found.setdefault(session, (number, time, []))
+        only_asks = bool(output_len) and not {"prompt", "text"}.isdisjoint(row)  # such rows have no answers
+        for turn in read(row, number)[: turns - len(conversation)] if session not in ended else ():
+            if turn.prompt == "" or not (turn.answer_len or (turn.prompt and only_asks)):
+                ended.add(session)
                 break
-            requests.append(turn)
-            follows.append(previous)
-            previous = len(follows) - 1
-            arrivals.append(0.0 if times is None else times[index])
+            conversation.append(turn)
+            if not turn.blocks:
+                without_blocks = without_blocks or number
+            requests, blocks = requests + 1, blocks + len(turn.blocks)
+            characters += len(turn.prompt or "")
+        if requests > MOST_REQUESTS or blocks > MOST_BLOCKS or characters > MOST_TEXT:
+            limits = f"{MOST_REQUESTS:,} requests, {MOST_BLOCKS:,} hash_ids or {MOST_TEXT:,} characters of prompts"
+            raise _InvalidRow(f"it has more than {limits}")
+        if most and requests >= most and math.isnan(time) and not has_sessions:
+            break
+    if blocks and without_blocks:
+        raise _InvalidRow(f"row {without_blocks}: hash_ids is not a list of counts")
+    times = [time for _, time, _ in found.values()]
+    missing = [number for number, time, _ in found.values() if math.isnan(time)]
+    if missing and len(missing) < len(times):
+        raise _InvalidRow(f"row {missing[0]}: timestamp is None, not a number")
+    conversations = [each for *_, each in found.values()]
+    order = range(len(times)) if missing else np.argsort(np.array(times), kind="stable").tolist()
+    whole = [turn for index in order for turn in conversations[index]]
+    follows = [place - 1 if n else -1 for place, n in enumerate(n for i in order for n in range(len(conversations[i])))]
+    arrivals = [0.0 if missing else times[index] for index in order for _ in conversations[index]]
     if arrivals and arrivals[-1] - arrivals[0] > MAX_SPAN_S:
         raise _InvalidRow("its timestamps span more than a year")
-    return _of_turns(requests, np.array(follows, dtype=np.int64), arrivals if times else None, output_len, block_len)
+    return _of_turns(whole, np.array(follows, dtype=np.int64), None if missing else arrivals, output_len, block_len)
 
 
 def _input_lens(requests: Sequence[_Turn], follows: Sequence[int]) -> list[int]:
@@ -275,9 +318,9 @@ def _of_turns(
 ) -> Traffic:
     """Return the requests with their arrival times, of which answers without a length have `output_len` tokens."""
     inputs = _input_lens(requests, follows.tolist())
-    answers = [turn.answer_len(output_len) for turn in requests]
+    answers = [turn.answer_len or output_len for turn in requests]
     estimated = sum(turn.input_len is None for turn in requests)
-    unknown = sum(turn.answer_len(0) == 0 for turn in requests)
+    unknown = sum(turn.answer_len == 0 for turn in requests)
     of_prompts = f"the lengths of {estimated} requests are estimated, with {BYTES_PER_TOKEN} bytes of UTF-8 per token"
     of_answers = f"{unknown} requests have no length of the answer: serve.profile.output_len = {output_len} is used"
     notes = [text for text, number in ((of_prompts, estimated), (of_answers, unknown)) if number]
@@ -298,36 +341,17 @@ def _of_turns(
     )
 
 
-def _sessions(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each session, with its `turns` as numbered rows, at the time of the first one."""
-    sessions = dict[object, dict[str, Any]]()
-    for number, row in enumerate(rows, 1):
-        first = {name: row[name] for name in ("timestamp",) if name in row}
-        sessions.setdefault(row.get("session_id", (number,)), {**first, "turns": []})["turns"].append((number, row))
-    if any("timestamp" in each for each in sessions.values()) and not all(
-        "timestamp" in each for each in sessions.values()
-    ):
-        raise _InvalidRow("only some sessions have a timestamp")
-    return [*sessions.values()]
-
-
-def _block_len(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return the tokens of a block of agents, which must be equal in all rows."""
-    sizes = {_count(row, ("block_size",), number) for number, row in enumerate(rows, 1)}
-    if len(sizes) > 1:
-        raise _InvalidRow("rows have different block_size")
-    return sizes.pop()
-
-
-def _agent(row: Mapping[str, Any], number: int) -> list[_Turn]:
+def _agent(row: Mapping[str, Any], number: int, *, block_len: int) -> list[_Turn]:
     """Return the requests of an agent and of its sub-agents by time. Each is sent after the answer before: sub-agents
     that ran at the same time run one after the other. The ids of blocks refer to this agent only."""
     requests = list[Mapping[str, Any]]()
-    for each in row["requests"] if isinstance(row["requests"], list) else [None]:
+    for each in row["requests"] if isinstance(row.get("requests"), list) else [None]:
         if not isinstance(each, dict):
             raise _InvalidRow(f"row {number} has a request that is not an object")
         requests += each["requests"] if isinstance(each.get("requests"), list) else [each]
-    block_len, turns = _count(row, ("block_size",), number), list[_Turn]()
+    if _count(row, ("block_size",), number) != block_len:
+        raise _InvalidRow("rows have different block_size")
+    turns = list[_Turn]()
     for each in requests:
         length, ids = _count(each, ("in",), number), each.get("hash_ids") or []
         if not isinstance(ids, list):
@@ -340,12 +364,10 @@ def _agent(row: Mapping[str, Any], number: int) -> list[_Turn]:
     return turns
 
 
-def _lengths(row: Mapping[str, Any], number: int, folder: Path, *, has_blocks: bool) -> _Turn:
-    """Return the turn of a row that has lengths under the keys of Mooncake or other common keys.
-
-    `has_blocks`: whether the rows of the trace have blocks. Either all rows have them, or none.
-    """
+def _lengths(row: Mapping[str, Any], number: int, *, folder: Path) -> list[_Turn]:
+    """Return the turn of a row that has lengths under the keys of Mooncake or other common keys."""
     length, images, ids = _count(row, _INPUT, number), _images(row, number, folder), row.get("hash_ids", ())
+    has_blocks = "hash_ids" in row
     if has_blocks and images:
         raise _InvalidRow("images and hash_ids cannot be combined")
     if has_blocks and not (isinstance(ids, list) and all(isinstance(one, int) and one >= 0 for one in ids)):
@@ -353,7 +375,7 @@ def _lengths(row: Mapping[str, Any], number: int, folder: Path, *, has_blocks: b
     if has_blocks and len(ids) * BLOCK < length:
         raise _InvalidRow(f"row {number}: {len(ids)} hash_ids of {BLOCK} tokens do not cover {length}")
     wait_s = _number(row["delay"], "delay", number) / 1e3 if row.get("delay") is not None else None
-    return _Turn(None, length, _count(row, _OUTPUT, number), images=images, blocks=tuple(ids), wait_s=wait_s)
+    return [_Turn(None, length, _count(row, _OUTPUT, number), images=images, blocks=tuple(ids), wait_s=wait_s)]
 
 
 def estimated_tokens(text: str) -> int:
@@ -361,7 +383,7 @@ def estimated_tokens(text: str) -> int:
     return max(1, round(len(text.encode(errors="replace")) / BYTES_PER_TOKEN))
 
 
-def _turns(row: Mapping[str, Any], number: int, count: int, folder: Path) -> list[_Turn]:
+def _turns(row: Mapping[str, Any], number: int, *, count: int, folder: Path) -> list[_Turn]:
     """Return the first `count` turns of a row. Each prompt contains all turns and answers before it."""
     input_tokens = _count(row, _INPUT, number) if any(name in row for name in _INPUT) else None
     output = _count(row, _OUTPUT, number) if any(row.get(name) is not None for name in _OUTPUT) else None
@@ -375,7 +397,8 @@ def _turns(row: Mapping[str, Any], number: int, count: int, folder: Path) -> lis
     roles = [message.get("from", message.get("role")) for message in messages]
     ends = [place for place, role in enumerate(roles) if role in _ANSWERS] or [1]
     ends = [end for end in ends if end < len(texts)] or [len(texts)]
-    turns = [_Turn("\n".join(texts[:end]), None, None, [*texts, ""][end]) for end in ends[:count]]
+    answers = [estimated_tokens(text) if text else 0 for text in (*texts, "")]
+    turns = [_Turn("\n".join(texts[:end]), None, None, answers[end]) for end in ends[:count]]
     return [replace(turns[0], input_len=input_tokens, output_len=output), *turns[1:]]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,10 @@ def quantization(spec: Spec) -> Quantization | None:
     return Quantization(
         block=max(sizes, default=1),
         bytes=0.5 + 2.0 / sizes[0] if is_int4 and sizes and sizes[0] != _GROUP else None,
-        wide=_wide_parts(found, spec.model.num_layers // 2),
+        wide=_wide_parts(
+            tuple(str(each) for key in _IGNORED if isinstance(found.get(key), list) for each in found[key]),
+            spec.model.num_layers // 2,
+        ),
         experts="mxfp4" if has_fp4_experts and name == spec.serve.precision else "",
     )
 
@@ -208,11 +212,12 @@ def _block_sizes(found: Mapping[str, Any]) -> list[int]:
     return [size for size in blocks if isinstance(size, int) and size > 0] if isinstance(blocks, list) else []
 
 
-def _wide_parts(found: Mapping[str, Any], layer: int) -> frozenset[str]:
-    """Return the parts of which a quantization_config leaves out a module of a `layer`."""
-    patterns = [str(each) for key in _IGNORED if isinstance(found.get(key), list) for each in found[key]]
+@lru_cache
+def _wide_parts(patterns: tuple[str, ...], layer: int) -> frozenset[str]:
+    """Return the parts of which `patterns` of a quantization_config leave out a module of a `layer`. Cached: there may
+    be many, and each candidate's memory needs them."""
     modules = [(part, each.format(middle=layer)) for part, names in _MODULES.items() for each in names]
-    return frozenset(part for part, module in modules if any(_matches(each, module) for each in patterns))
+    return frozenset(part for each in patterns for part, module in modules if _matches(each, module))
 
 
 def _matches(pattern: str, module: str) -> bool:
@@ -224,7 +229,7 @@ def _matches(pattern: str, module: str) -> bool:
             return is_simple and re.match(expression, module) is not None
         except re.error:
             return False
-    return fnmatchcase(module, f"*{pattern}*")
+    return pattern in module or (bool(re.search(r"[*?[]", pattern)) and fnmatchcase(module, f"*{pattern}*"))
 
 
 MAX_WEIGHT_SHARE = 0.85

@@ -4,7 +4,7 @@ that are none."""
 import json
 import math
 import tracemalloc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_serving.job import Load
+from flagcore_serving.load import traces
 from flagcore_serving.load.traces import read_trace
 from flagcore_serving.load.traffic import Traffic, prompts, traffic, warm_up
 from flagcore_serving.model.prompts import prompt_parts
@@ -358,3 +359,39 @@ def test_a_long_conversation_is_read_up_to_its_turns(tmp_path: Path) -> None:
 def test_a_turn_has_at_least_the_tokens_of_the_turn_before(tmp_path: Path) -> None:
     row = {"input_len": 5000, "conversations": [{"from": who, "value": "a" * 40} for who in ("human", "gpt") * 2]}
     assert read_trace(written(tmp_path, [row]), turns=2).input_len.tolist() == [5000, 5000]
+
+
+@pytest.mark.parametrize("join", ["\n".join, lambda rows: f"[{', '.join(rows)}]"])
+def test_a_trace_larger_than_memory_is_read_a_row_at_a_time(
+    join: Callable[[list[str]], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = [{"from": "human", "value": "ask"}, {"from": "gpt", "value": "x" * 50_000}]
+    file = written(tmp_path, join([json.dumps({"conversations": turns})] * 200))
+    tracemalloc.start()
+    try:
+        assert set(read_trace(file).output_len.tolist()) == {12_500}
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 7e6, "the file has 10 MB"
+    assert read_trace(file, most=3).input_len.size == 3
+    monkeypatch.setattr(traces, "MOST_PART", 1 << 14)
+    with refuses("serve.profile.trace", match="more than 16,384 characters"):
+        read_trace(written(tmp_path, '{"prompt": "' + "x" * (1 << 21)))
+
+
+@pytest.mark.parametrize(
+    ("limit", "row"),
+    [
+        ("MOST_REQUESTS", {"input_len": 1, "output_len": 1}),
+        ("MOST_BLOCKS", {"input_length": 512, "output_length": 1, "hash_ids": [1]}),
+        ("MOST_TEXT", {"prompt": "a", "max_tokens": 1}),
+    ],
+)
+def test_a_trace_has_no_more_requests_than_memory_allows(
+    limit: str, row: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traces, limit, 2)
+    assert read_trace(written(tmp_path, [row] * 2)).input_len.size == 2
+    with refuses("serve.profile.trace"):
+        read_trace(written(tmp_path, [row] * 3))
