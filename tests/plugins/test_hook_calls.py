@@ -1,6 +1,7 @@
 """What a plugin answers is checked, joined and overridden as the hooks' docstrings say."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -88,8 +89,12 @@ def test_exception_in_a_hook_costs_only_that_answer(error: BaseException) -> Non
 
 
 def test_keyboard_interrupt_in_a_hook_is_passed_on() -> None:
+    def devices() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+
     with pytest.raises(KeyboardInterrupt):
-        LoadedPlugins.of({"x": plugin(devices=raising(KeyboardInterrupt()))}).devices()
+        LoadedPlugins.of({"x": plugin(devices=devices)}).devices()
 
 
 def generator() -> Any:

@@ -166,7 +166,8 @@ def test_disabled_plugin_is_not_imported(install: Install, monkeypatch: pytest.M
 
 
 def test_keyboard_interrupt_ends_loading(install: Install) -> None:
-    install("flagcore-bad", {"bad": "bad_plugin"}, {"bad_plugin": "raise KeyboardInterrupt"})
+    code = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(0.2)"
+    install("flagcore-bad", {"bad": "bad_plugin"}, {"bad_plugin": code})
     with pytest.raises(KeyboardInterrupt):
         load_plugins()
 

@@ -120,10 +120,11 @@ def count_of(value: Any, usual: int = 1) -> int:
 
 def load_documents(text: str, loader_type: Any = SafeLoader) -> Iterator[Any]:
     """Yield the YAML documents in `text`. Raises yaml.YAMLError, also if aliases multiply them beyond MAX_VALUES."""
-    loader = loader_type(text)
+    loader, size = loader_type(text), 0
     while loader.check_node():
         node = loader.get_node()
-        if _expanded_size(node, {}) > MAX_VALUES:
+        size += _expanded_size(node, {})
+        if size > MAX_VALUES:
             raise yaml.YAMLError(f"has more than {MAX_VALUES:,} values, with its aliases")
         yield loader.construct_document(node)
 

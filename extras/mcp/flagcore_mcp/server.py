@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from io import TextIOWrapper
 from typing import Any
 
 import anyio
@@ -44,6 +45,17 @@ INSTRUCTIONS = (
 )
 
 
+MOST_LINE = 4 << 20
+
+
+class _Lines(TextIOWrapper):
+    """Standard input, which ends before a line of MOST_LINE characters."""
+
+    def readline(self, size: int = -1) -> str:  # type: ignore[override]
+        line = super().readline(MOST_LINE)
+        return line if len(line) < MOST_LINE else ""
+
+
 def serve() -> None:
     """Answer the messages on stdin until it ends. Calls that still run are cancelled."""
     anyio.run(_serve)
@@ -53,7 +65,8 @@ async def _serve() -> None:
     server = Server[Any](
         "flagcore", version=__version__, instructions=INSTRUCTIONS, on_list_tools=_list, on_call_tool=_call
     )
-    async with stdio_server() as (read, write):
+    lines = anyio.wrap_file(_Lines(sys.stdin.buffer, "utf-8", errors="replace"))
+    async with stdio_server(lines) as (read, write):
         await server.run(read, write, server.create_initialization_options())
 
 

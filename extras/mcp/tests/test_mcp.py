@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Awaitable, Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,8 @@ def test_a_tool_takes_what_its_command_takes() -> None:
 def test_other_arguments_are_refused(tool: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BY_NAME[tool].command_line(arguments)
+
+
+def test_a_line_without_end_ends_the_input() -> None:
+    lines = server._Lines(BytesIO(b"{}\n" + b"x" * (server.MOST_LINE + 1)))
+    assert [lines.readline(), lines.readline()] == ["{}\n", ""]
