@@ -79,6 +79,7 @@ def batch_script(job: ExportJob) -> str:
     if job.devices == max(group.devices_per_node for group in job.platform.task.cluster.groups):
         header += ["#SBATCH --exclusive", "#SBATCH --mem=0"]  # else a task has one core, and the default of memory
     lines = ["#!/bin/bash", *header, *comments(job)]
+    lines.append("# Add what your site needs, such as --account and --time, to the options or to sbatch.")
     several, first = job.nodes > 1, "" if job.launch.script else "=${MASTER_ADDR%%[[:space:]]*}"
     needs_names = several and (bool(first) or "${HOSTS" in job.launch.script)  # otherwise the script has them
     address = ("MASTER_ADDR" if first else "HOSTS") if needs_names else ""
@@ -118,7 +119,7 @@ def of_devices(job: ExportJob, support: EngineSupport, devices: int) -> str:
     """Return Slurm's options for a number of devices of each node, and for the queue."""
     name = job.options.get("resource", support.slurm.name if support.slurm else "gpu")
     usual = "cpus-per-task=" if support.shared_devices else "gpus-per-node="
-    queue = f" --partition={job.options['queue']}" if "queue" in job.options else ""
+    queue = f" --partition={job.options['queue']}" if job.options.get("queue") else ""
     return f"{usual if support.shared_devices or name == 'gpu' else f'gres={name}:'}{devices}{queue}"
 
 
