@@ -127,8 +127,8 @@ class Probes(ABC):
         """Raise SpecError or NoDevice, with the reason, if probes of `spec` cannot run on this machine."""
 
     @abstractmethod
-    def predict(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
-        """Return the prediction of one global rank of the candidate in `columns`, which have one row."""
+    def predict(self, task: Task, columns: Columns, rank: int, costs: Costs, *, alone: bool = True) -> RankPrediction:
+        """Return the prediction of a global rank of the candidate in `columns` (one row), `alone` or in its job."""
 
     @abstractmethod
     def stage_ranks(self, task: Task, columns: Columns) -> tuple[int, ...]:

@@ -246,10 +246,10 @@ def sizes(task: Task, columns: Columns) -> dict[str, FloatArray]:
     }
 
 
-def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
+def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs, *, alone: bool = True) -> RankPrediction:
     """Return the predicted memory and busy time of one global rank of the first candidate.
 
-    Ranks are in Megatron's order tp-cp-ep-dp-pp.
+    Ranks are in Megatron's order tp-cp-ep-dp-pp. `alone`: whether the others do not exist, as in probes.
     """
     row, group_costs, rank = mixed.on_rank(task, {knob: values[:1] for knob, values in columns.items()}, costs, rank)
     train, layout = inputs(task, row, group_costs)
@@ -257,7 +257,7 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
     number = np.searchsorted(stage_ends, [rank], side="right")
     index = np.minimum(number, stage_ends.size - 1).astype(np.float64)
     rank_stage = stage(train.model, layout, index, train.options)
-    (in_use,) = stages_in_use(train, layout, group_costs, [rank_stage], alone=True)
+    (in_use,) = stages_in_use(train, layout, group_costs, [rank_stage], alone=alone)
     group = int(placement.group(index)[0])
     times = [float(time[0]) for time in rank_time(train, placement.layouts[group], group_costs.groups[group], index)]
     compute, optimizer = (time if np.isfinite(time) else None for time in times)

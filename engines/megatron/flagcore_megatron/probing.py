@@ -41,8 +41,8 @@ class MegatronProbes(Probes):
             raise SpecError(key="train.command", value=" ".join(spec.train.command), problem=problem, fix="remove it")
         ready(replace(spec, cluster=replace(spec.cluster, nodes=1)))
 
-    def predict(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
-        return rank_figures(task, columns, rank, costs)
+    def predict(self, task: Task, columns: Columns, rank: int, costs: Costs, *, alone: bool = True) -> RankPrediction:
+        return rank_figures(task, columns, rank, costs, alone=alone)
 
     def launch(self, platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
         """Return the launch of a probe of one rank. Raises LaunchError if its job file cannot be written."""

@@ -1,4 +1,4 @@
 """Reads how an engine is started, whatever the form, and converts it to a spec."""
 
-SDK = ("dialect", "programs", "shell", "values")
+SDK = ("batch", "dialect", "programs", "shell", "values")
 """The modules that other distributions may import."""

@@ -211,7 +211,7 @@ class ToyProbes(Probes):
         ranks = self.stage_ranks(task, self.engine.columns(task, candidate.as_dict()))
         return (ranks[0], ranks[-1])[: len(ranks)]
 
-    def predict(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
+    def predict(self, task: Task, columns: Columns, rank: int, costs: Costs, *, alone: bool = True) -> RankPrediction:
         whole = self.engine.predict(task, columns, costs).row(0)
         return RankPrediction(
             rank=rank,

@@ -356,7 +356,7 @@ def _stages(engine: Engine, task: Task, columns: Columns, costs: Costs) -> Itera
         return
     for stage, first in enumerate(engine.probes.stage_ranks(task, columns)):
         parts = engine.plans.components(task, columns, np.array([stage]), costs)
-        rank = engine.probes.predict(task, columns, first, costs)
+        rank = engine.probes.predict(task, columns, first, costs, alone=False)
         levels = in_gib({name: getattr(rank, name) for name in MEMORY if name != "activation_bytes"})
         components = {name: in_gib(part) for name, part in components_of_row(parts, 0).items()}
         yield {"stage": stage, "rank": rank.rank, **levels, "components": components}
