@@ -160,7 +160,7 @@ def _start_script(plan: Plan, launch: Launch, problem: Problem, run_dir: Path) -
         devices=max(group.devices_per_node for group in groups),
     )
     if job.unequal_nodes:
-        text = N_("each kind of chips needs its own script; `flag export {run} --to slurm` writes them")
+        text = N_("each kind of chips needs its own script; `flag export {run} --to slurm` writes or says what does")
         raise UsageError(_(text, run=run_dir))
     if launch.missing:
         return start_script(job)

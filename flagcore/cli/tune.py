@@ -85,8 +85,7 @@ def tune_command(
         _show_dry_run(spec, form, {key: given[key] for key in ("without", "fidelity", "objective")})
         return
     try:
-        # Tables in the files of the run are not wrapped.
-        with fitted(None), progress(sys.stderr, options.is_quiet(), verbose) as on_event:
+        with fitted(None), progress(sys.stderr, options.is_quiet(), verbose) as on_event:  # wide tables in files
             outcome = api.tune(spec, on_event=on_event, **given)
     except (Interrupted, HostLost) as error:
         command = shlex.join(["flag", *(word for word in click.get_current_context().obj if word != "--new")])
@@ -137,22 +136,23 @@ def _show_dry_run(spec: Any, form: str, given: dict[str, Any]) -> None:
 def run_command(run: str, chip: str | None, engine: str | None, spares: str, **given: Any) -> None:
     """Start the best configuration of RUN (the directory of a run) in the foreground.
 
-    Your `train.command` replaces this process, without the flags that shorten a trial. Without a `train.command`, the
-    full command of the engine is printed, for you to complete (exit code 2). With --restarts, training goes on from its
-    last checkpoint after a failure, with spares in the places of lost hosts.
-
-    Servers run as child processes. Their URL is printed when they are ready, and they stop with this process. With
-    --chip or --engine, MODEL (a path or public name) is planned and served.
+    Your `train.command` replaces this process, without the flags that shorten a trial. Without it, the full command of
+    the engine is printed, for you to complete (exit code 2). With --restarts, training goes on from its last checkpoint
+    after a failure, with spares in the places of lost hosts. Servers run as child processes. Their URL is printed when
+    they are ready, and they stop with this process. With --chip or --engine, MODEL (the path of weights) is planned and
+    served.
     """
     given |= {"on_ready": _ready, "spares": [*filter(None, spares.split(","))]}
     if chip is None and engine is None:
         api.run_best(run, **given)
+    if given["dry_run"] or given["restarts"] or spares or not Path(run).exists():
+        text = N_("{run}: give the path of weights, without --dry-run, --restarts and --spares; nothing is downloaded")
+        raise click.UsageError(_(text, run=run))
     with tempfile.TemporaryDirectory() as folder:
         planned = Path(folder, Path(run).name)
         with options.patience(_("flag: predicting the candidates")):
             api.plan_server(run, planned, chip=None if chip == "auto" else chip, engine=engine)
-        scripts = (planned / "best.sh", *planned.glob("best/start.sh"))
-        options.say("".join(each.read_text("utf-8") for each in scripts if each.exists()))
+        options.say("".join(each.read_text("utf-8") for each in sorted(planned.rglob("*.sh"), reverse=True)))
         api.run_best(planned, **given)
 
 

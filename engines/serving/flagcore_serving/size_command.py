@@ -93,7 +93,7 @@ def _chips(texts: Iterable[str]) -> dict[str, float | None]:
     metavar="DIR",
     help=N_("Run of flag tune that measured one replica: its rate replaces predictions, and its spec is the default."),
 )
-@click.option("--name", default="server", show_default=True, help=N_("With --to: name of the Deployment."))
+@click.option("--name", help=N_("With --to: name of the Deployment [default: as `flag export` writes it]."))
 @options.output
 @options.plugins
 def size_command(
@@ -103,7 +103,7 @@ def size_command(
     chips: tuple[str, ...],
     target: str | None,
     run: Path | None,
-    name: str,
+    name: str | None,
     form: str,
     without: tuple[str, ...],
 ) -> None:
@@ -130,7 +130,7 @@ def size_command(
     found = sizing(spec, total_rate, None if day is None else str(day), _chips(chips), run, without)
     records = [asdict(each) for each in found.sizes]
     if target is not None:
-        options.show(manifest(found, target, name).removesuffix("\n"), "yaml")
+        options.show(manifest(found, target, name or found.name).removesuffix("\n"), "yaml")
     elif form in ("json", "yaml"):
         hours = [asdict(each) for each in found.hours]
         options.show_record({"rate": found.rate, "sizes": records, "hours": hours}, form)
@@ -186,5 +186,6 @@ def _export(found: Sizing, changes: Sequence[str]) -> str:
     words = ["flag", "export", *options.job_words([*changes, f"auto_tuner.space={json.dumps(values)}"]), *HIGHEST]
     if "kubernetes" in export_targets(found.engine):
         copies = ["--replicas", str(found.best.replicas)] if found.best.replicas > 1 else []
-        return shlex.join([*words, "--to", "kubernetes", *copies])
+        command = shlex.join([*words, "--to", "kubernetes", *copies])
+        return command if found.has_image else f"{command} --image IMAGE"
     return shlex.join([*words, "--to", found.engine])

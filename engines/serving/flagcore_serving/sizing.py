@@ -27,7 +27,7 @@ from flagcore.domain.metrics import HIGHEST_LOAD
 from flagcore.domain.space import KnobValue
 from flagcore.errors import NothingFits, SpecError, UsageError
 from flagcore.i18n import N_, _
-from flagcore.launchers.script import checked_name
+from flagcore.launchers.script import checked_name, job_name
 from flagcore.plugins import find_engine
 from flagcore.report.text import limits_text, values_text
 from flagcore.spec.plain_data import dump_yaml
@@ -276,6 +276,8 @@ class Sizing:
     - `hours`: the hours of a trace with the replicas of the best size.
     - `slo`: the limits in seconds, by latency and statistic.
     - `assumed`: the requests and the limits for which the sizes are predicted, in words.
+    - `name`: that of the Deployment that `flag export` writes for the spec or run.
+    - `has_image`: whether a published container image has the engine for the chip of the best size.
     """
 
     rate: float
@@ -285,6 +287,8 @@ class Sizing:
     model: str
     slo: Mapping[str, Mapping[str, float]]
     assumed: str = ""
+    name: str = ""
+    has_image: bool = True
 
     @property
     def best(self) -> Size:
@@ -332,6 +336,7 @@ def sizing(
         _replicas(each.rate, best.rate) if run is not None else _fewest(spec, best.rate, each.rate, planned)[0]
         for each in hours
     )
+    opened = open_spec(changed_spec(spec, {RATE: "auto", "serve.profile.concurrency": None}))
     return Sizing(
         rate=rate,
         sizes=tuple(found),
@@ -339,13 +344,14 @@ def sizing(
         engine=engine_of(loaded),
         model=model if isinstance(model := data.get("model"), str) else "",
         slo=serve.get("slo") or {},
-        assumed=_assumed(loaded),
+        assumed=_assumed(opened.spec.work),
+        name=job_name((run or file).stem),
+        has_image=bool(opened.problem.engine.image(opened.problem.platform)),
     )
 
 
-def _assumed(spec: LoadedSpec) -> str:
-    """Return the requests and the limits of a spec, in words."""
-    work: Any = open_spec(changed_spec(spec, {RATE: "auto", "serve.profile.concurrency": None})).spec.work
+def _assumed(work: Any) -> str:
+    """Return the requests and the limits of servers, in words."""
     load: Load = work.loads[0]
     shared = N_("of which all prompts share {count:,}") if load.prefix_len else N_("without a shared prefix")
     requests = load.trace or ", ".join([lengths_text(load), _(shared, count=load.prefix_len)])

@@ -59,13 +59,21 @@ def goodput_command(
 
 
 def chosen_spec(where: Path, record: Mapping[str, Any], settings: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the spec of the candidate of a record. Flags of its best way to save are added to `train.command`."""
+    """Return the spec of the candidate of a record. Flags of its best way to save are added to `train.command`.
+
+    Raises UsageError if the command is a script, whose programs would not get them.
+    """
+    from flagcore_importers.shell import is_script
+
     from flagcore.api.inputs import spec_data, with_absolute_paths, with_settings
     from flagcore.api.runs import SPEC
 
     file, data = spec_data(with_settings(where / SPEC if where.is_dir() else where, settings))
     data, words = with_absolute_paths(data, file.parent), shlex.split(record["ways"][record["way"]]["settings"])
     if data["train"].get("command") and words[0].startswith("--"):
+        if is_script(data["train"]["command"], data["train"].get("directory")):
+            text = N_("train.command is a script, which may not hand flags on: add {words} to its program, without -o")
+            raise UsageError(_(text, words=shlex.join(words)))
         data["train"] = {**data["train"], "command": [*data["train"]["command"], *words]}
     tuner = {key: value for key, value in (data.get("auto_tuner") or {}).items() if key != "baseline"}
     return {**data, "auto_tuner": {**tuner, "space": record["candidate"]}}

@@ -209,7 +209,8 @@ def break_evens(whole: WholeJob, best: Planned) -> Iterator[str]:
             shares = (
                 changed.figures(each, best.size, np.array([best.step_s]))["goodput"][0] for each in (first, second)
             )
-            return float(np.nan_to_num(next(shares) / next(shares) - least))
+            with np.errstate(invalid="ignore", divide="ignore"):  # neither makes progress
+                return float(np.nan_to_num(next(shares) / next(shares) - least))
 
         return crossing(difference, low, high) if {first, second} <= {*whole.ways} else None
 

@@ -12,9 +12,12 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from flagcore.domain.files import read_regular
 from flagcore.domain.launch import Exit, Launch
 from flagcore.errors import HostLost, UsageError
 from flagcore.i18n import N_, _
@@ -34,13 +37,22 @@ NO_STEP = re.compile(rb"(?i)checkpoint|ckpt|sav(?:e|ing)|load|resum")
 FAILED_RANK = re.compile(rb"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 """torchrun's message, once for each failure of its processes (torch/distributed/elastic/multiprocessing/api.py)."""
 
-SAVES = re.compile(r"--[\w.-]*(save|output|checkpoint|ckpt)([._-](dir|path|folder|enable|steps))?(?=[\s=]|$)")
+SAVES = re.compile(
+    r"(?m)--[\w.-]*(?<!async-)(save|output|checkpoint|ckpt)([._-](dir|path|folder|enable|steps))?(?=[\s=]|$)"
+    r"|^\s*(output_dir|save_steps|save_strategy)\s*:"
+)
 """An option that turns on checkpoints: of Megatron-LM, torchtitan, transformers and most others."""
+SCRIPT = re.compile(r"[\w./-]+\.(?:sh|bash|ya?ml)\b")
+LONGEST_SCRIPT = 1 << 20
+"""Bytes of a script, or of the configuration of a program, that are read."""
 
 
-def no_checkpoints(words: Iterable[str]) -> str:
-    """Return a warning if a command seems to save or load no checkpoints, from which a restart goes on."""
-    text = " ".join(words)
+def no_checkpoints(launch: Launch) -> str:
+    """Return a warning if a command, or a file that it names, does not save and load checkpoints for a restart."""
+    text = " ".join((*launch.argv, *launch.sample))
+    for name in SCRIPT.findall(text):
+        with suppress(OSError, UnicodeDecodeError):
+            text += "\n" + read_regular(Path(launch.directory or ".", name), max_bytes=LONGEST_SCRIPT).decode()
     loads = re.search("--(load|resume)", text) or not re.search(r"--save[\s=]", text)
     if loads and SAVES.search(text):
         return ""
@@ -112,7 +124,7 @@ def run_job(
     _check(launcher, found[:count], names, restarts)
     users = {**users, **{each.rpartition("@")[2]: each.rpartition("@")[0] for each in spares if "@" in each}}
     hosts = launcher.hold((*found[:count], *names), users)
-    if restarts and (advice := no_checkpoints(job.argv)):
+    if restarts and (advice := no_checkpoints(job)):
         warn([f"flag: {advice}"])
     progress, used, starts = Progress(is_alone=bool(restarts) and count == 1), 0, 0
     with launcher.keep_agents():

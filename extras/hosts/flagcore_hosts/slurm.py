@@ -61,7 +61,7 @@ class SlurmLauncher(HostsLauncher):
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
         """Return a batch script with one task per node."""
-        if job.options.get("restarts") and (note := no_checkpoints((*job.launch.argv, *job.launch.sample))):
+        if job.options.get("restarts") and (note := no_checkpoints(job.launch)):
             job = replace(job, comments=(*job.comments, note))
         return {f"{job.name}.sbatch": _script_of_kinds(job) if job.unequal_nodes else batch_script(job)}
 

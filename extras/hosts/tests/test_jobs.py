@@ -120,10 +120,16 @@ def test_restarts_by_torchrun_are_seen_in_its_log_on_one_host_only() -> None:
         ("train.py --output_dir out", ""),
         ("train.py --checkpoint.enable", ""),
         ("train.py --ckpt-dir=x", ""),
+        ("bash plain.sh --async-save --save-interval 5", "--save, --load"),
+        ("bash saves.sh", ""),
+        ("llamafactory-cli train job.yaml", ""),
     ],
 )
-def test_a_command_that_saves_nothing_is_told_what_to_add(command: str, options: str) -> None:
-    advice = no_checkpoints(command.split())
+def test_a_command_that_saves_nothing_is_told_what_to_add(command: str, options: str, tmp_path: Path) -> None:
+    (tmp_path / "plain.sh").write_text("torchrun train.py\n")
+    (tmp_path / "saves.sh").write_text("torchrun train.py --save out --load out\n")
+    (tmp_path / "job.yaml").write_text("output_dir: out\n")
+    advice = no_checkpoints(Launch(argv=tuple(command.split()), folder="", directory=str(tmp_path)))
     assert advice.endswith(f"add {options}") if options else advice == ""
 
 

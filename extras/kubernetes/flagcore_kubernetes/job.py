@@ -178,7 +178,7 @@ def _notes(job: ExportJob, pods: Pods) -> list[str]:
     hosts = max(group.hosts for group in servers.groups) if servers else job.nodes
     if job.launch.sample:
         notes.append(f"Replace {shlex.join(job.launch.sample)}, which trains on generated data: {job.launch.missing}.")
-    if job.options.get("restarts") and (note := no_checkpoints((*job.launch.argv, *job.launch.sample))):
+    if job.options.get("restarts") and (note := no_checkpoints(job.launch)):
         notes.append(f"{note[0].upper()}{note[1:]}.")
     if servers and servers.front:
         program = shlex.join(servers.front.argv[:3])
