@@ -277,7 +277,7 @@ def test_no_export_has_a_secret_that_others_can_read(folder: Path) -> None:
             done = api.export(spec, target, output=folder / f"out-{number}-{target}", options=options)
             assert leaks(str(done.notes)) == []
     assert leaking_files(folder, inputs={*FILES, "own.sh", "job.yaml"}) == {}
-    private = {each.name for each in folder.rglob("out-*/*") if each.stat().st_mode & 0o077 == 0}
+    private = {each.name for each in folder.rglob("out-*/*") if each.is_file() and each.stat().st_mode & 0o077 == 0}
     assert private == {"candidate.json"}
     command = {**SMALL_TRAINING["train"], "command": [*shlex.split(MEGATRON), *WORDS]}
     with pytest.raises(UsageError, match="pass it in a variable"):
