@@ -44,7 +44,7 @@ class Run:
         if self.exit is None and not (self.node.ends(self.number) or time.monotonic() > self.began + GIVE_UP_SECONDS):
             time.sleep(min(seconds, 0.01))
             return None
-        return self.exit or self._end(self.node.replies(self.number) or Exit(code=0, ended_by=None, duration_s=0.1))
+        return self.exit or self._end(self.node.replies(self.launch) or Exit(code=0, ended_by=None, duration_s=0.1))
 
     def stop(self) -> Exit:
         return self.exit or self._end(Exit(code=-15, ended_by="request", duration_s=0.1))
@@ -71,7 +71,7 @@ class Node(Launcher):
         self.running, self.most, self.ended = list[Run](), 0, 0
         self.devices, self.lock = Counter[str](), threading.Lock()
         self.fails: Callable[[int], BaseException | None] = lambda number: None
-        self.replies: Callable[[int], Exit | None] = lambda number: None
+        self.replies: Callable[[Launch], Exit | None] = lambda launch: None
         self.ends: Callable[[int], bool] = lambda number: number == 0 or self.most >= self.together
 
     def start(self, launch: Launch) -> Run:
@@ -242,7 +242,7 @@ def test_an_error_of_the_strategy_ends_all_trials(bench: NodeBench) -> None:
 
 def test_nothing_runs_side_by_side_before_interference_is_known(bench: NodeBench) -> None:
     lost = Exit(code=1, ended_by="host", duration_s=0.1)
-    bench.node.replies = lambda number: lost if number == 1 else None
+    bench.node.replies = lambda launch: lost if Path(launch.folder).name == "1" else None  # threads start in any order
     plan = bench.run().plan
     roles = [event.trial.role for event in bench.events if event.kind == "trial_started"]
     assert roles.count(Role.INTERFERENCE) == 2

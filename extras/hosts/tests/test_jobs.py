@@ -39,8 +39,8 @@ def training(folder: Path, failure: str, hosts: tuple[str, ...]) -> Launch:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is said to the user."""
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The messages for the user."""
     lines = list[str]()
     monkeypatch.setattr(jobs, "warn", lines.extend)
     return lines
@@ -52,24 +52,24 @@ def placed(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_job_starts_again_from_its_checkpoint_and_the_lost_steps_are_counted(
-    tmp_path: Path, mark: str, told: list[str], capfdbinary: pytest.CaptureFixture[bytes]
+    tmp_path: Path, mark: str, messages: list[str], capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     assert run_job(launcher(), training(tmp_path, KILLS_ITSELF, ("a",)), {}, restarts=2) == 0
     steps = [int(line.split(b"/")[0].split()[1]) for line in capfdbinary.readouterr().out.splitlines()]
     assert steps == [1, 2, 3, 4, 5, 4, 5, 6, 7, 8, 9]
-    assert [line for line in told if "steps lost: 2" in line]
+    assert [line for line in messages if "steps lost: 2" in line]
     assert not processes(mark)
 
 
 @pytest.mark.slow
-def test_a_spare_takes_the_place_of_a_lost_host(tmp_path: Path, mark: str, told: list[str]) -> None:
+def test_a_spare_takes_the_place_of_a_lost_host(tmp_path: Path, mark: str, messages: list[str]) -> None:
     assert run_job(launcher(), training(tmp_path, LOSES_ITS_HOST, ("a", "b")), {}, 1, ["me@c"]) == 0
     assert placed(tmp_path) == ["a", "c"]
-    assert [line for line in told if "b -> c" in line]
+    assert [line for line in messages if "b -> c" in line]
 
 
 @pytest.mark.slow
-def test_a_job_without_restarts_left_ends_with_its_failure(tmp_path: Path, mark: str, told: list[str]) -> None:
+def test_a_job_without_restarts_left_ends_with_its_failure(tmp_path: Path, mark: str, messages: list[str]) -> None:
     assert run_job(launcher(), training(tmp_path, "kill -9 $$", ("a",)), {}, restarts=1) == 128 + 9
     (tmp_path / "lost").mkdir()
     with pytest.raises(HostLost, match="host b"):
@@ -98,8 +98,8 @@ def test_restarts_by_torchrun_are_seen_in_its_log_on_one_host_only() -> None:
         assert [
             *progress.read(0, b" [a] iteration       47/     160 | elapsed time per iteration (ms): 3\nsaved iter")
         ] == []
-        told = [*progress.read(1, failed)]
-        assert len(told) == (progress is alone)
+        lines = [*progress.read(1, failed)]
+        assert len(lines) == (progress is alone)
         assert [*progress.read(0, b"ation 40\n")] == []
     assert (alone.last, alone.in_place, several.in_place) == (47, 1, 0)
     assert alone.failed_at is not None
@@ -125,7 +125,7 @@ def test_restarts_by_torchrun_are_seen_in_its_log_on_one_host_only() -> None:
         ("llamafactory-cli train job.yaml", ""),
     ],
 )
-def test_a_command_that_saves_nothing_is_told_what_to_add(command: str, options: str, tmp_path: Path) -> None:
+def test_a_command_that_saves_nothing_gets_advice(command: str, options: str, tmp_path: Path) -> None:
     (tmp_path / "plain.sh").write_text("torchrun train.py\n")
     (tmp_path / "saves.sh").write_text("torchrun train.py --save out --load out\n")
     (tmp_path / "job.yaml").write_text("output_dir: out\n")
