@@ -109,14 +109,13 @@ class Adapter:
     """Number format of the frozen linear layers; null: nf4 for qlora, else the precision of the job."""
     quantized_experts: bool = False
     """Whether experts are in it, too, where a layer stores all of them as one parameter, as transformers 5 does."""
+    fp32_experts: bool = False
+    """Whether experts that are not in it are stored in fp32, as PEFT's `prepare_model_for_kbit_training` casts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSpec(Work):
-    """A training job.
-
-    Its `directory` is by default the folder of the spec.
-    """
+    """A training job. Its `directory` is by default the folder of the spec."""
 
     kind: ClassVar[str] = "train"
     documents: ClassVar[str] = "flagcore.spec.schema"

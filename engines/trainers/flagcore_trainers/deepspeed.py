@@ -167,7 +167,7 @@ class DeepSpeed(Trainer):
     def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
         command, train = self.command(task.spec), task.spec.train
         found = effects_of_deepspeed((*command.words, *train.flags), command.content)
-        return [*found, *DEEPSPEED_SETTINGS.of_environment(task.spec)]
+        return [*found, *DEEPSPEED_SETTINGS.of_environment(task.spec), *framework.fp32_products(task)]
 
     def command(self, spec: Spec) -> start.Command:
         """Return the user's command, or an empty one if trials cannot start it."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from flagcore_importers.dialect import SUFFIXES, files_of, flat, name_of, placed, read_config
 
+from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Launch, Start
 from flagcore.domain.space import KnobValue
@@ -78,6 +79,19 @@ def loss_warnings(task: Task) -> list[str]:
 
 LARGE = 0.2
 """Chosen by hand: from this share of a device's memory on, the logits decide on what fits."""
+
+
+def fp32_products(task: Task) -> list[Unmodelled]:
+    """Return the effect of experts in fp32 on step times.
+
+    Autocast leaves their grouped products in the type of the weights (transformers 5.24 `integrations/moe.py`, torch
+    2.13). The largest factor is that of an H100's peaks in bf16 and fp32.
+    """
+    adapter = task.spec.train.adapter
+    if adapter is None or not adapter.fp32_experts or not task.spec.model.experts:
+        return []
+    why = N_("transformers computes the products of experts in fp32, which takes longer than in the job's precision")
+    return [Unmodelled(name="train.adapter.fp32_experts", why=why, time=(1.0, 15.0))]
 
 
 def ds_config(read: Reading) -> dict[str, Any]:

@@ -58,6 +58,8 @@ _QUANTIZED = re.compile(r"(?i)\b(gptq|awq|nf4|bnb-4bit|int4|(nv|mx)fp4|(fp|int)8
 """The format of weights in the name of a model."""
 _PROGRAM = r"\.py$|^(train|sft|pt|llm|automodel|[a-z_]+(\.[a-z_]+)+\.\w+)$"
 """The word before the first argument of a program."""
+_FULL = ("full", "none", "false")
+"""The kinds of adapters that are none."""
 Part = tuple[dict[str, Any], dict[str, Any]]
 """A part of `train`, with the engine, and the values of its knobs."""
 
@@ -138,6 +140,12 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
         raise join_errors(notes.problems)
     shape = model_from(section, base=directory)
     own, baseline = _part(read, shape, devices, replicas, notes)
+    is_split = read.is_on("fsdp") or baseline.get("zero_stage") == 3
+    is_left = shape.experts and "base" in train.get("adapter", {}) and not read.is_on("experts")
+    if is_left and "casts" in read.row and not is_split:
+        train["adapter"]["fp32_experts"] = True
+        text = "without it, experts are not quantized, but cast to fp32"
+        notes.note(read.keys["experts"].names[0], text, "train.adapter.fp32_experts")
     if "command" not in own:
         text = f"trials of {own['engine']} do not start it: the spec is for `flag estimate`"
         if read.on_megatron:
@@ -183,7 +191,12 @@ def _part(read: Reading, shape: Model, devices: int, replicas: int, notes: Notes
     is_ddp = devices > 1 and not (read.is_on("fsdp") or read.size(fs.EP) > 1)
     if read.on_megatron:
         return _on_megatron(read, shape)
-    if is_ddp or read.is_on("deepspeed") or any(key.startswith("deepspeed.") for key in read.given):
+    has_zero = read.is_on("deepspeed") or any(key.startswith("deepspeed.") for key in read.given)
+    is_full = str(read.value("adapter") or "full").lower() in _FULL
+    if shape.experts and is_full and not (has_zero or read.is_on("fsdp") or read.is_on("pure")):
+        text = "autocast leaves the products of experts in the fp32 of the weights, which takes longer than predicted"
+        notes.note("experts", text, "train.precision")  # transformers 5.24 `integrations/moe.py`, torch 2.13
+    if is_ddp or has_zero:
         return on_deepspeed(read, shape.hidden_size, notes)
     own, baseline = on_fsdp(read, replicas)
     if devices > 1 and not read.is_on("fsdp"):
@@ -235,7 +248,7 @@ def _lengths(read: Reading, longest: int, notes: Notes) -> dict[str, Any]:
 def _adapter(read: Reading, notes: Notes) -> dict[str, Any]:
     """Return `train.adapter`."""
     kind = str(read.value("adapter") or "full").lower().replace("true", "lora")
-    if kind in ("full", "none", "false"):
+    if kind in _FULL:
         return {}
     if kind not in ("lora", "qlora", "dora"):
         notes.report(

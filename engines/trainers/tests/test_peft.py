@@ -85,6 +85,14 @@ def test_experts_stay_in_16_bits_unless_the_adapter_says_that_they_are_quantized
     assert memory == [(BASE_BYTES["nf4"], BASE_BYTES["nf4"]), (BASE_BYTES["nf4"], 2.0)]
 
 
+def test_experts_in_fp32_need_twice_their_memory_and_perhaps_more_time() -> None:
+    plain = Adapter(kind="qlora", base="nf4", targets=("q_proj",))
+    jobs = [task(EXPERTS, engine="fsdp2", adapter=replace(plain, fp32_experts=each)) for each in (True, False)]
+    memory = [memory_job(each, fsdp2_columns(), fused_norm=False).base_bytes for each in jobs]
+    assert memory == [(BASE_BYTES["nf4"], 4.0), (BASE_BYTES["nf4"], 2.0)]
+    assert [[each.time for each in FSDP2.unmodelled(job)] for job in jobs] == [[(1.0, 15.0)], []]
+
+
 def test_adapters_beside_experts_store_a_second_copy_of_them() -> None:
     adapters = [Adapter(targets=("q_proj", *each)) for each in ((), NETWORK)]
     jobs = [task(EXPERTS, engine="fsdp2", adapter=each) for each in adapters]

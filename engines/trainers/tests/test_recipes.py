@@ -224,6 +224,24 @@ def test_a_configuration_says_model_layout_and_lengths(name: str, folder: Path) 
 
 
 @pytest.mark.parametrize(
+    ("further", "is_cast"),
+    [
+        ("", True),
+        ("quantize_moe_experts: true\n", False),
+        ("fsdp_version: 2\n", False),
+        ("deepspeed: deepspeed_configs/zero3.json\n", False),
+        ("deepspeed: deepspeed_configs/zero2.json\n", True),
+    ],
+)
+def test_axolotl_casts_experts_beside_quantized_layers(further: str, is_cast: bool, folder: Path) -> None:
+    text = "base_model: Qwen/Qwen3-30B-A3B\nadapter: qlora\nload_in_4bit: true\nlora_target_linear: true\n"
+    (folder / "axolotl.yaml").write_text(text + further)
+    (folder / "job.sh").write_text("CUDA_VISIBLE_DEVICES=0,1 axolotl train axolotl.yaml\n")
+    found = read_command(None, ["job.sh"], chip="H100-SXM").data["train"]["adapter"]
+    assert found.get("fp32_experts", False) == is_cast
+
+
+@pytest.mark.parametrize(
     ("options", "stage"),
     [
         ("--use_deepspeed --deepspeed_config_file ds.json", 2),

@@ -128,9 +128,12 @@ def weights_beside(adapter: Adapter, product: Product, found: list[tuple[int, in
 
 
 def base_bytes(adapter: Adapter | None, value_bytes: float, peft: Peft | None, *, experts: bool = False) -> float:
-    """Return the bytes of a frozen weight of linear layers, or of experts, which PEFT's programs may leave as it is."""
-    is_left = adapter is None or (experts and peft is not None and not adapter.quantized_experts)
-    return value_bytes if adapter is None or adapter.base is None or is_left else BASE_BYTES[adapter.base]
+    """Return the bytes of a frozen weight of linear layers, or of experts, which PEFT's programs may leave or cast."""
+    if adapter is None or adapter.base is None:
+        return value_bytes
+    if experts and peft is not None and not adapter.quantized_experts:
+        return 4.0 if adapter.fp32_experts else value_bytes
+    return BASE_BYTES[adapter.base]
 
 
 def absent_targets(model: Model, adapter: Adapter | None, section: str = "train") -> list[str]:

@@ -13,6 +13,7 @@ from flagcore_training.adapters import absent_targets, as_noted
 from flagcore_training.lengths import cut_warnings, length_warnings
 
 from flagcore.contracts import Commands, Costs, Engine, Platform, Published
+from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Launch, Start
 from flagcore.domain.prediction import Predictions
@@ -22,7 +23,7 @@ from flagcore.domain.trial import Measurement
 from flagcore.errors import LaunchError, SpecError
 from flagcore.i18n import _
 from flagcore_trainers import fully_shard as fs
-from flagcore_trainers.framework import fixed, kept_framework, launch, loss_warnings, reading
+from flagcore_trainers.framework import fixed, fp32_products, kept_framework, launch, loss_warnings, reading
 from flagcore_trainers.fsdp2 import space
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard.memory import of_rank
@@ -85,6 +86,9 @@ class Fsdp2(Engine):
         read = reading(task.spec)
         replicas = task.cluster.devices // math.prod(map(read.size, (fs.TP, fs.PP, fs.CP)))
         return {**values, **on_fsdp(read, max(replicas, 1))[1]}
+
+    def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
+        return fp32_products(task)
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
         return space.merges(task)
