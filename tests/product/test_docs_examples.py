@@ -85,6 +85,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_training_engine_is_tuned(folder: Path) -> None:
     command = [sys.executable, "-c", "from flagcore.cli import main; main()", "tune", "train-acme.yaml", "--json"]
@@ -109,6 +110,7 @@ def test_the_engines_define_what_has_no_default() -> None:
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "tune.ipynb"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_notebook_tunes_and_shows_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas")
@@ -170,8 +172,6 @@ def _pages(nav: list[Any]) -> Iterator[str]:
         ((_, inner),) = part.items()
         yield from _pages(inner) if isinstance(inner, list) else [inner]
 
-
-pytestmark = pytest.mark.long
 
 PLUGIN_PAGE, DATA = (
     (Path(__file__).parents[2] / "docs" / name).read_text("utf-8") for name in ("write-a-plugin.md", "plugin-data.md")
