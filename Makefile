@@ -81,9 +81,12 @@ lint: setup
 	$(BIN)/lint-imports
 	! git grep -nE "^(<{7}|>{7}) "  # left over from a merge
 
-# All that guards behaviour. A test of over 3 s of processor time without the mark `costly` fails.
-test: lint
-	$(PYTEST) --costs -m "not long" $(TESTS)
+# All that guards behaviour. A test of over 3 s of processor time without the mark `costly` fails. Tests wait often: the
+# lint runs beside them, and what it found is printed last.
+test: setup
+	@mkdir -p build
+	@$(MAKE) lint > build/lint.log 2>&1 & lint=$$!; $(PYTEST) --costs -m "not long" $(TESTS); tests=$$?; \
+	wait $$lint || { cat build/lint.log; exit 1; }; echo "lint: no problems (build/lint.log)"; exit $$tests
 
 # The tests of the core in an environment with its libraries, the cpu plugin and the kit that it imports, but no engine,
 # vendor or extra: neither `flag calibrate` nor its overlay is registered.

@@ -23,6 +23,7 @@ importlib.import_module("fixed_machine")
 os.environ["FLAGCORE_LANG"] = "en"  # whatever the locale is
 os.environ["FLAGCORE_CACHE"] = "off"  # tests replace functions
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets programs in the background ignore it
+gc.set_threshold(10_000, 20)  # tests leave few cycles: by default, a thirtieth of their time goes into looking for them
 
 SHARED = ("runs", "example_folder")
 """Fixtures of the session with a finished run. Their tests are slow, and stay in one process."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from flagcore_testing import toy
 
+from flagcore.api.inputs import SpecLike, loaded_plugins, read_spec
 from flagcore.contracts import Costs, Platform, Problem, PruningRule, SearchContext, Telemetry
 from flagcore.domain.chip import Chip, Device, DeviceUse, Fact, Link, Source
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -19,6 +20,8 @@ from flagcore.domain.work import Work
 from flagcore.hooks import hookimpl
 from flagcore.physics.collective_costs import Collectives, topology_of
 from flagcore.physics.roofline import PlainMemory, Roofline
+from flagcore.plugins import engine_of
+from flagcore.tuner.stages.complete import complete
 from flagcore.tuner.stages.prune import prune
 
 SOURCE = Source(kind="datasheet", detail="made up for these tests")
@@ -120,6 +123,13 @@ def task(
     )
     group = NodeGroup(chip=chip, nodes=1, devices_per_node=devices, memory_bytes=memory_bytes)
     return Task(spec=spec, cluster=Cluster(groups=(group,)))
+
+
+def planned(spec: SpecLike) -> Platform:
+    """The platform of a job that is only planned. Nothing is predicted."""
+    read = read_spec(spec)
+    with loaded_plugins(()) as loaded:
+        return complete(read, loaded, engine_of(read.work), plan=True)
 
 
 def costs(task: Task, capacity: float | None = 80e9) -> Costs:

@@ -6,6 +6,7 @@ the vendor's tool reports are compared too.
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
@@ -273,7 +274,7 @@ def unknown_chip_hint(word: str, chips: Iterable[Chip]) -> str:
 
 def normalize_name(name: str) -> str:
     """Return the letters, digits and plus signs of a chip name in lower case, for comparisons."""
-    return "".join(letter for letter in name.casefold() if letter.isalnum() or letter == "+")[:64]
+    return re.sub(r"[^\w+]|_", "", name.casefold())[:64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

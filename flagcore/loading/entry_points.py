@@ -55,16 +55,16 @@ def installed(group: str, failures: list[PluginFailure] | None = None) -> dict[s
     read are added to `failures`.
     """
     points: dict[str, list[EntryPoint]] = {}
-    distribution_names = set()
-    for distribution, text in _distributions(tuple((folder, _changed(folder)) for folder in sys.path)):
+    seen = set()
+    for distribution, found in _distributions(tuple((folder, _changed(folder)) for folder in sys.path)):
         try:
-            if group not in (distribution.read_text("entry_points.txt") or "" if text is None else text):
+            if found is None and group in (distribution.read_text("entry_points.txt") or ""):
+                found = distribution.entry_points
+            own = [point for point in found or () if point.group == group]
+            if not own or (name := re.sub(r"[-_.]+", "-", name_of(distribution)).lower()) in seen:
                 continue
-            key = re.sub(r"[-_.]+", "-", name_of(distribution)).lower()
-            if key in distribution_names:
-                continue
-            distribution_names.add(key)
-            for point in distribution.entry_points.select(group=group):
+            seen.add(name)
+            for point in own:
                 points.setdefault(point.name, []).append(point)
         except Exception as error:
             path = str(getattr(distribution, "_path", "?"))
@@ -74,18 +74,18 @@ def installed(group: str, failures: list[PluginFailure] | None = None) -> dict[s
 
 
 @lru_cache(maxsize=1)
-def _distributions(path: tuple[tuple[str, int], ...]) -> list[tuple[Distribution, str | None]]:
-    """Return the distributions on the path with the texts of their entry points; None if a text cannot be read.
+def _distributions(path: tuple[tuple[str, int], ...]) -> list[tuple[Distribution, Sequence[EntryPoint] | None]]:
+    """Return the distributions on the path with their entry points; None if these cannot be read.
 
     `path`: the folders on the path, and when each has changed.
     """
-    found: list[tuple[Distribution, str | None]] = []
+    found: list[tuple[Distribution, Sequence[EntryPoint] | None]] = []
     for distribution in distributions():
-        text = None
+        points = None
         with suppress(Exception):
-            text = distribution.read_text("entry_points.txt") or ""
-        if text != "":
-            found.append((distribution, text))
+            points = distribution.entry_points
+        if points is None or points:
+            found.append((distribution, points))
     return found
 
 

@@ -289,9 +289,8 @@ class LoadedPlugins:
 
     def _add_chip(self, plugin: Plugin, chip: Chip, catalogue: dict[str, tuple[Chip, str]]) -> None:
         for name in (chip.name, *chip.aliases):
-            if normalize_name(name) in catalogue:
-                first, owner = catalogue[normalize_name(name)]
-                reason = f"chip {chip.name} is ignored: {name} is already a name of {first.name} of plugin {owner}"
+            if held := catalogue.get(normalize_name(name)):
+                reason = f"chip {chip.name} is ignored: {name} is already a name of {held[0].name} of plugin {held[1]}"
                 self._fail(plugin, "answer", "flagcore_chips", reason)
                 return
         catalogue.update(dict.fromkeys(chip.spellings, (chip, plugin.name)))

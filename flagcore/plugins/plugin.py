@@ -58,7 +58,7 @@ class _Manager(pluggy.PluginManager):
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
         if not inspect.ismodule(plugin):
-            return super().parse_hookimpl_opts(plugin, name)
+            return None if name.startswith("__") else super().parse_hookimpl_opts(plugin, name)
         function = vars(plugin).get(name)
         return getattr(function, "flagcore_impl", None) if inspect.isfunction(function) else None
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def of_keys(keys: Mapping[str, Any], name: str) -> Model:
     return replace(model_of_config(keys, name=name, file=""), vision=vision_of(keys, {}))
 
 
+@lru_cache(maxsize=256)
 def public_model(name: str) -> Model | None:
     """Return the public model `organization/name` or the one that it is a variant of, or None."""
     if (found := find_public(name)) is None:

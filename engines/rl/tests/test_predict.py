@@ -16,12 +16,13 @@ from flagcore_rl.lengths import quantiles
 from flagcore_rl.predict import batches
 
 from flagcore import api
-from flagcore.api.inputs import open_spec
+from flagcore.api.inputs import open_spec, read_spec
 from flagcore.domain.space import Candidate
 from flagcore.errors import FlagError, LaunchError, SpecError
 from flagcore.plugins import find_engine
 from tests.plugins.conftest import Install
 from tests.plugins.conftest import install as install
+from tests.tasks import planned
 
 MODEL = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 8, "ffn_hidden_size": 4096, "vocab_size": 32000}
 LENGTHS = {"mean": 300.0, "longest": 1024}
@@ -193,16 +194,13 @@ def test_the_context_of_a_rollout_holds_the_longest_possible_sample() -> None:
         api.estimate(spec(rollout=rollout, **lengths))
 
 
-@pytest.mark.costly
 def test_settings_of_roles_that_are_not_predicted_are_named() -> None:
     trainer = {"engine": "megatron", "settings": {"overlap_grad_reduce": True, "foo": 1}}
     rollout = {"engine": "vllm", "engine_args": {"bar": 1, "max_model_len": 2048}}
-    problem = open_spec(spec(trainer=trainer, rollout=rollout), plan=True).problem
-    names = {each.name for each in problem.platform.unmodelled}
+    names = {each.name for each in planned(spec(trainer=trainer, rollout=rollout)).unmodelled}
     assert {"rl.trainer.settings.foo", "rl.rollout.engine_args.bar"} == names
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("changes", "warning"),
     [
@@ -215,7 +213,7 @@ def test_settings_of_roles_that_are_not_predicted_are_named() -> None:
 )
 def test_odd_values_are_named(changes: Mapping[str, Any], warning: str) -> None:
     data = {**spec(**changes), "model": "Qwen/Qwen3-8B"}
-    found = NEMO_RL.warnings(open_spec(data, plan=True).problem.platform.task)
+    found = NEMO_RL.warnings(planned(data).task)
     assert [warning in each for each in found] == [True] * bool(warning)
 
 
@@ -236,7 +234,7 @@ def test_lengths_of_a_log_replace_log_normal_ones(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     Path("lengths.txt").write_text("100\n" * 9990 + "1000\n" * 9 + "4000\n")
     data = spec(answer_len={"file": "lengths.txt", "longest": 2000}, prompt_len={"histogram": {"10": 3.0, "90": 1.0}})
-    work: Any = open_spec(data, plan=True).problem.platform.task.spec.work
+    work: Any = planned(data).task.spec.work
     assert (work.prompt_len.mean, work.prompt_len.longest, work.answer_len.longest) == (30.0, 90, 2000)
     found = quantiles(work.answer_len, 4096)
     assert (found[0], found[3], found[4], found[-1]) == (1000, 1000, 100, 100)
@@ -253,31 +251,28 @@ def test_experts_are_grouped_unless_the_trainer_says_otherwise() -> None:
     assert usual["time"]["training_s"] < 0.8 * slow["time"]["training_s"]
 
 
-@pytest.mark.costly
 def test_a_plugin_gives_slower_hosts() -> None:
     data = {**spec(), "cluster": {"chip": "GB200", "nodes": 2, "devices_per_node": 4}}
-    platform = open_spec(data, plan=True).problem.platform
+    platform = planned(data)
     columns = NEMO_RL.columns(platform.task, {})
     costs = (platform.costs, replace(platform.costs, overheads={}))
     slow, fast = (NEMO_RL.predict(platform.task, columns, each).time_s["generation_s"][0] for each in costs)
     assert fast < 0.7 * slow
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("stages", "pads", "tokens"), [(1, True, 864), (2, False, 864), (2, True, 1137)])
 def test_stages_pad_packed_micro_batches_to_the_longest(stages: int, pads: bool, tokens: int) -> None:
     answers = {"mean": 800.0, "longest": 1024, "spread": 0.1}
-    work: Any = open_spec(spec(answer_len=answers)).spec.work
+    work: Any = read_spec(spec(answer_len=answers)).work
     values = {"pipeline_model_parallel_size": stages}
     assert batches(work, values, 128, 1, forward=False, pads_stages=pads) == (tokens, 1, 128)
 
 
-@pytest.mark.costly
 def test_more_recompute_takes_as_long_and_larger_micro_batches_need_as_much_memory() -> None:
     found = {"micro_batch_size": 4, "activation_checkpointing": "selective"}
     others = [{**found, "micro_batch_size": 8}, {**found, "activation_checkpointing": "none"}]
     others += [{**found, "activation_checkpointing": "full"}, {**found, "rollout_devices": 4}]
-    task = open_spec(spec(), plan=True).problem.platform.task
+    task = planned(spec()).task
     neutral = {knob.name: knob.neutral for knob in NEMO_RL.knobs if knob.searchable}
     rows = [NEMO_RL.columns(task, {**neutral, **each}) for each in others]
     columns = {name: np.concatenate([row[name] for row in rows]) for name in neutral}
@@ -377,7 +372,7 @@ def test_a_command_is_its_own_baseline_and_trials_change_it(name: str, folder: P
 def test_a_setting_of_a_command_stays_unless_the_space_says_otherwise(folder: Path) -> None:
     data = spec_of(CASES["verl"], folder).data
     data["auto_tuner"] = {}
-    task, engine = open_spec(data, None, (), plan=True).problem.platform.task, find_engine("verl", "rl.engine")
+    task, engine = planned(data).task, find_engine("verl", "rl.engine")
     axes = {axis.knob: axis.values for axis in engine.axes(task)}
     assert axes["rollout_memory_share"] == ("0.5", "0.7", "0.85")
     assert axes["rollout_devices"] == (None,)
@@ -386,13 +381,12 @@ def test_a_setting_of_a_command_stays_unless_the_space_says_otherwise(folder: Pa
     assert error.value.key == "auto_tuner.space.rollout_devices"
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", LOGS)
 def test_times_of_steps_and_of_their_parts_are_read(name: str, folder: Path) -> None:
     case = CASES[name]
     data = spec_of(case, folder).data
     data["auto_tuner"] = {"control": {"train_iters": 3}}
-    task = open_spec(data, None, (), plan=True).problem.platform.task
+    task = planned(data).task
     engine = find_engine(name, "rl.engine")
     lines = [LOGS[name].format(n=n, s=seconds) for n, seconds in enumerate((30.0, 10.0, 11.0))]
     (folder / "stdout.log").write_text("\n".join(("INFO start", *lines, "")))
@@ -436,6 +430,6 @@ def test_processes_need_a_launcher(folder: Path) -> None:
     words = "python train.py --num_generations 4 --per_device_train_batch_size 4 --model_name_or_path Qwen/Qwen3-0.6B"
     data = spec_of({"text": words}, folder).data
     data |= {"cluster": {"chip": "H100-SXM", "devices_per_node": 4}, "auto_tuner": {}}
-    platform = open_spec(data, None, (), plan=True).problem.platform
+    platform = planned(data)
     with pytest.raises(LaunchError, match="accelerate launch"):
         find_engine("trl", "rl.engine").launch(platform, Candidate.of({"micro_batch_size": 1}), "out")

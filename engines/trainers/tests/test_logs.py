@@ -10,10 +10,10 @@ from flagcore_trainers.importing import DEEPSPEED, TORCHTITAN, effects_of_deepsp
 from flagcore_trainers.logs import FORMATS, TIMED, Log, Patterns
 from flagcore_vendorkit.settings import Settings
 
-from flagcore.api.inputs import open_spec
 from flagcore.domain.chip import Support
 from flagcore.errors import NoDevice
 from tests.product.tasks import SHAPE, task
+from tests.tasks import planned
 
 LOGS = joined_texts(Path(__file__).with_name("logs.txt").read_text())
 OWN = "step 1/9 loss 6.25 took 100.00 msstep 1/9 loss 6.25 took 120.00 ms\nstep 2/9 loss nan took 90 ms\npeak 1.5 GiB\n"
@@ -198,7 +198,7 @@ def support(chip: str, engine: str) -> Any:
     if engine != "fsdp2":
         train["command"] = ["torchrun", "train.py"]
     spec = {"model": SHAPE, "cluster": {"chip": chip, "devices_per_node": 4}, "train": train}
-    return open_spec(spec, None, (), plan=True).problem.platform.support
+    return planned(spec).support
 
 
 @pytest.mark.parametrize(

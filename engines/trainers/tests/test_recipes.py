@@ -15,6 +15,7 @@ from flagcore.contracts import commands_of
 from flagcore.domain.space import Candidate
 from flagcore.errors import FlagError, LaunchError, SpecError, UsageError
 from flagcore.plugins import find_engine
+from tests.tasks import planned
 
 FACTORY = """model_name_or_path: Qwen/Qwen3-4B
 stage: sft
@@ -269,7 +270,7 @@ def test_large_logits_name_the_fused_loss(left_out: str, words: set[str], folder
     lines = (line for line in FACTORY.splitlines() if line.partition(":")[0] not in left_out.split())
     (folder / "run.yaml").write_text("\n".join(lines))
     data = read_command(None, ["llamafactory-cli", "train", "run.yaml"], chip="RTX4090").data
-    task = open_spec(data, None, (), plan=True).problem.platform.task
+    task = planned(data).task
     (line,) = [each for each in find_engine(data["train"]["engine"]).warnings(task) if "the loss of" in each]
     assert {each for each in ("Liger", "QLoRA", "enable_liger_kernel") if each in line} == words
 
@@ -289,7 +290,7 @@ def test_trials_start_a_command_with_a_file_of_deepspeed(folder: Path) -> None:
     baseline = data["auto_tuner"]["baseline"]
     assert (baseline["zero_stage"], baseline["overlap_comm"], baseline["reduce_bucket_size"]) == (2, True, 2560**2)
     del data["train"]["lengths"]
-    platform = open_spec(data, None, (), plan=True).problem.platform
+    platform = planned(data)
     engine = find_engine("deepspeed").with_program(data["train"]["program"])
     values = {knob.name: knob.neutral for knob in engine.knobs} | {"micro_batch_size": 4, "zero_stage": 3}
     (folder / "trial").mkdir()
@@ -406,7 +407,7 @@ def test_a_plan_without_a_command_is_not_exported(folder: Path) -> None:
     data = read_command(None, ["own.yaml"], chip="H100-SXM").data
     for engine, problem in (("deepspeed", r"train\.command"), ("fsdp2", "no real job")):
         train = {**data["train"], "engine": engine, "command": None, "directory": None}
-        platform = open_spec({**data, "train": train, "auto_tuner": {}}, None, (), plan=True).problem.platform
+        platform = planned({**data, "train": train, "auto_tuner": {}})
         neutral = Candidate.of({knob.name: knob.neutral for knob in platform.engine.knobs})
         with pytest.raises(FlagError, match=problem):
             platform.engine.launch(platform, neutral, str(folder), for_real=True)

@@ -60,6 +60,8 @@ def test_a_command_of_a_framework_starts_with_the_chosen_values(job: str, tmp_pa
     (tmp_path / "run.sh").write_text(words)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
+        patch.setenv("FLAGCORE_CACHE", "on")  # the targets share a plan
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         data = read_command(None, ["run.sh"], chip=chip).data
         (tmp_path / "spec.yaml").write_text(json.dumps(data))
         engine = next(data[kind]["engine"] for kind in ("train", "rl") if kind in data)
