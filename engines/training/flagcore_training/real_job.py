@@ -1,115 +1,48 @@
-"""The real job of a fine-tuning framework: the user's own command with the values of a candidate.
+"""The real job of a user's command: with the values of a candidate, in its words or in copies of its files.
 
-Copies of its files of settings have the values, or else its words. Trials do not start such a command.
+Nothing of the user's is written. Trials do not start the commands of fine-tuning frameworks.
 """
 
-import math
+import json
+import os
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from flagcore_importers.batch import slurm_options
 from flagcore_importers.dialect import SUFFIXES, files_of, flat, name_of, placed, read_config
 
-from flagcore.domain.knob import Knob
-from flagcore.domain.launch import Launch, Start
+from flagcore.domain.files import replace as write_file
+from flagcore.domain.launch import Launch
 from flagcore.domain.space import KnobValue
-from flagcore.domain.spec import Spec, Task
+from flagcore.domain.spec import Spec
 from flagcore.errors import LaunchError
 from flagcore.i18n import N_, _
-from flagcore.spec.plain_data import package_yaml
-from flagcore_trainers import fully_shard as fs
-from flagcore_trainers import start
-from flagcore_trainers.fully_shard.memory import LOSS_BYTES
-from flagcore_trainers.recipes import Reading, framework_of
+from flagcore.spec.plain_data import dump_yaml
+from flagcore_training.commands import PYTHON, STARTERS, with_places
+from flagcore_training.frameworks import CONFIG, PP, Reading, framework_of, reading
 
-MEANINGS = {fs.REPLICATE: "replicate", fs.SHARD: "shard", fs.AC: "checkpointing", fs.RESHARD: "reshard"}
-"""The meanings in `recipes.yaml` of knobs that have other names."""
+AC, RESHARD, MBS = "activation_checkpointing", "reshard_after_forward", "micro_batch_size"
+MEANINGS = {
+    **{f"data_parallel_{name}_size": name for name in ("replicate", "shard")},
+    AC: "checkpointing",
+    RESHARD: "reshard",
+}
+"""The meanings in `frameworks.yaml` of knobs that have other names."""
 CHECKPOINTS = ("none", "full")
 """The values of checkpoints that a switch can set."""
 OF_LAUNCHER = ("--config_file", "--config-file", "--accelerate_config")
 """The options that name a file of accelerate."""
-DS_CONFIG: Mapping[str, Any] = package_yaml(__package__, "ds_config.yaml")
-"""The configuration of DeepSpeed for commands that name none in a file here."""
 
 
-def kept_framework(spec: Spec) -> str | None:
-    """Return the framework whose command a spec keeps for the real job only, or None."""
-    words = spec.train.command or ()
-    return None if any(start.CONFIG in word for word in words) else framework_of(words)
-
-
-def reading(spec: Spec) -> Reading:
-    """Return the settings of the command of a spec. Raises SpecError."""
-    words, directory = spec.train.command or (), Path(spec.train.directory or ".")
-    return Reading(framework_of(words) or "", Start(words=words, envs=spec.envs), directory)
-
-
-def loss_warnings(task: Task) -> list[str]:
-    """Return a line if the logits of one sample take LARGE of a device's memory: fused losses need less.
-
-    Liger's fused loss has the logits of as many tokens at once as take about the memory of the hidden states
-    (liger-kernel 0.8.5 `ops/backends/_triton/fused_linear_cross_entropy.py`).
-    """
-    train, facts = task.spec.train, [group.chip.memory_bytes for group in task.cluster.groups]
-    memory = min((fact.value for fact in facts if fact), default=math.inf)
-    size = (LOSS_BYTES + 2.0) * train.seq_length * task.spec.model.vocab_size
-    if size < LARGE * memory:
-        return []
-    given = reading(task.spec).given if framework_of(train.command or ()) else {}
-    on = next((key for key, value in given.items() if "liger" in key and value in (True, "true", "True")), "")
-    text = N_(
-        "the loss of a sample of {length} tokens takes {size} of {memory} GiB: a fused loss (Liger) needs less, which "
-        "is not in the predictions; adapters on 4-bit weights (QLoRA) leave more memory"
-    )
-    if train.adapter and train.adapter.base == "nf4":
-        text = N_(
-            "the loss of a sample of {length} tokens takes {size} of {memory} GiB: a fused loss (Liger) needs less, "
-            "which is not in the predictions"
-        )
-    if on:
-        text = N_(
-            "the loss of a sample of {length} tokens is predicted with {size} of {memory} GiB: with {on}, which is not "
-            "in the predictions, it needs less, and larger micro-batches may fit"
-        )
-    sizes = {"size": f"{size / 2**30:.3g}", "memory": f"{memory / 2**30:.3g}"}
-    return [_(text, length=f"{train.seq_length:,}", on=on, **sizes)]
-
-
-LARGE = 0.2
-"""Chosen by hand: from this share of a device's memory on, the logits decide on what fits."""
-
-
-def ds_config(read: Reading) -> dict[str, Any]:
-    """Return the configuration of DeepSpeed of a command, or the usual one if no file here has it."""
-    given = read.value("deepspeed")
-    if isinstance(given, str) and Path(read.directory, given).is_file():
-        return read_config(given, str(read.directory), key="deepspeed")
-    inside = {key[10:]: value for key, value in read.given.items() if key.startswith("deepspeed.")}
-    return start.changed(DS_CONFIG, inside)
-
-
-def fixed(read: Reading, knobs: Sequence[Knob], own: Mapping[str, KnobValue]) -> dict[str, tuple[KnobValue, ...]]:
-    """Return the values of the knobs that a command cannot set, or not all. `own`: those of the command.
-
-    Weights are shared by the ranks that the other sizes leave.
-    """
-    found = dict[str, tuple[KnobValue, ...]]()
-    for knob in knobs:
-        value = own.get(knob.name, knob.neutral)
-        if knob.name == fs.AC and value in CHECKPOINTS and _key(read, knob.name):
-            found[knob.name] = CHECKPOINTS
-        elif knob.name != fs.SHARD and (knob.name == fs.AC or not _key(read, knob.name)):
-            found[knob.name] = (value,)
-    return found
-
-
-def _key(read: Reading, name: str) -> str:
+def key_of(read: Reading, name: str) -> str:
     """Return the key of a knob or a meaning: one that is set, or else the framework's first. Empty without one."""
     meaning = MEANINGS.get(name, name)
     names = [each for each in read.keys[meaning].names if "~" not in each] if meaning in read.keys else []
-    general = name in ("micro_batch_size", "accumulation", "checkpointing", "deepspeed", fs.AC)
-    usual = names if general or meaning in read.row["keys"] else []
+    general = name in ("micro_batch_size", "accumulation", "checkpointing", "deepspeed", AC)
+    usual = names if general or read.on_megatron or meaning in read.row["keys"] else []
     return next((each for each in names if name_of(each) in read.given), next(iter(usual), ""))
 
 
@@ -125,44 +58,48 @@ def launch(
 ) -> Launch:
     """Return the launch of a command with other settings. Raises LaunchError if it has no key for one.
 
-    `given`: the values of knobs. `own`: those of the command, which stay as they are written. `config`: the new
-    configuration of DeepSpeed, if the job has one.
+    `given`: the values of knobs, of which None is unset. `own`: those of the command, which stay as they are written.
+    `config`: the new configuration of DeepSpeed, if the job has one.
     """
     read = reading(spec)
     values: dict[str, Any] = {name: value for name, value in given.items() if value != own.get(name)}
-    values["pipeline_micro_batch" if given.get(fs.PP, 1) != 1 else fs.MBS] = micro_batch_size
+    values["pipeline_micro_batch" if given.get(PP, 1) != 1 and not read.on_megatron else MBS] = micro_batch_size
     if read.number("global_batch_size"):
         values["global_batch_size"] = spec.train.global_batch_size
     else:
         values["accumulation"] = microbatches
     if config is not None:
         path = Path(folder, "ds_config.json")
-        values["deepspeed"] = start.write_config(config, path)
+        values["deepspeed"] = write_config(config, path)
     settings = dict[str, Any]()
     for name, value in values.items():
-        key = _key(read, name)
-        if not key or (name == fs.AC and value not in CHECKPOINTS):
+        key = key_of(read, name)
+        if not key or (name == AC and value not in CHECKPOINTS):
             framework = framework_of(read.words)
             text = _("{framework} has no key for {name} = {value}", framework=framework, name=name, value=value)
             raise LaunchError(text)
-        if name in (fs.AC, fs.RESHARD):
+        if name in (AC, RESHARD):
             value = (value in (True, "full")) != key.startswith("!")
             if isinstance(read.given.get(name_of(key)), str):
                 value = "FULL_SHARD" if value else "SHARD_GRAD_OP"
-        settings[key.lstrip("!")] = value
+        settings[key.lstrip("!")] = "none" if value is None and name in read.defaults else value
     words = _changed(read, settings, folder)
-    words = start.of_each_host(words, is_started=spec.on_each_host) if spec.cluster.nodes > 1 else words
+    words = of_each_host(words, is_started=spec.on_each_host) if spec.cluster.nodes > 1 else words
     return Launch(argv=words, folder=folder, directory=spec.train.directory)
 
 
 def _changed(read: Reading, settings: Mapping[str, Any], folder: str) -> tuple[str, ...]:
-    """Return the command with other values of keys: in its words if these have the key, else in a copy of a file."""
+    """Return the command with other values of keys: in its words if these have the key, else in a copy of a file.
+
+    A value of None removes the key.
+    """
     words, directory, left = list(read.words), str(read.directory), {name_of(key): key for key in settings}
     for name, _value, first, end in reversed([*placed(words)]):
         before, equals, _old = words[first].partition("=")
         if name in left:
-            text = _text(settings[left.pop(name)])
-            words[first : min(end, first + 2)] = [f"{before}={text}"] if equals else [before, text]
+            text = _text(value := settings[left.pop(name)])
+            new = [] if value is None else [f"{before}={text}"] if equals else [before, text]
+            words[first : min(end, first + 2)] = new
     files = [each for each in files_of(read.dialect, words, read.directory) if each.endswith(SUFFIXES)]
     changes: dict[str, dict[str, Any]] = {file: {} for file in files}
     contents = {file: read_config(file, directory, key="train.command") for file in files}
@@ -173,14 +110,70 @@ def _changed(read: Reading, settings: Mapping[str, Any], folder: str) -> tuple[s
         place = next((file for file in files if name in names[file]), of_program[-1] if of_program else "")
         if place:
             changes[place][key] = settings[key]
-        else:
+        elif settings[key] is not None:
             words.append(f"--{key}={_text(settings[key])}")
     for file, values in changes.items():
         if values:
-            copy = start.write_config(start.changed(contents[file], values), Path(folder, Path(file).name))
-            words = [start.with_config(word, file, copy) for word in words]
+            copy = write_config(changed(contents[file], values), Path(folder, Path(file).name))
+            words = [with_config(word, file, copy) for word in words]
     return tuple(words)
 
 
 def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def changed(content: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a configuration with new values of keys. Sections that are missing are added.
+
+    A value of None removes the key. Raises LaunchError if a key is inside a value that is no section.
+    """
+    result = deepcopy(dict(content))
+    for key, value in values.items():
+        *sections, last = key.split(".")
+        section: Any = result
+        for name in sections:
+            section = section.get(name, {}) if value is None else section.setdefault(name, {})
+            if not isinstance(section, dict):
+                raise LaunchError(f"the configuration file has a value at {name}, so {key} cannot be set")
+        if value is None:
+            section.pop(last, None)
+        else:
+            section[last] = value
+    return result
+
+
+def of_each_host(words: Sequence[str], *, is_started: bool) -> tuple[str, ...]:
+    """Return a command for several hosts with the addresses and the rank of its host in the options of its launcher.
+
+    `is_started`: whether something starts it on each host, so that its own srun is left out. Raises LaunchError if it
+    starts each rank, not a launcher of ranks.
+    """
+    found = list(words)
+    place = next((n for n, word in enumerate(words) if STARTERS.fullmatch(Path(word).name)), None)
+    if is_started and place is not None:
+        _options, rest = slurm_options(words[place + 1 :])
+        of_ranks = PYTHON.fullmatch(Path(rest[0]).name) and "torch.distributed.run" not in rest
+        if Path(words[place]).name != "srun" or of_ranks:
+            text = N_("{program} starts all ranks: give the command of one host, in which torchrun starts its ranks")
+            raise LaunchError(_(text, program=words[place]))
+        found[place:] = rest
+    return with_places(found)
+
+
+def write_config(content: Mapping[str, Any], path: Path) -> str:
+    """Write a configuration file, and return its absolute path. Raises LaunchError."""
+    text = json.dumps(content, indent=2) + "\n" if path.suffix == ".json" else dump_yaml(content)
+    try:
+        write_file(path, text)
+    except OSError as error:
+        raise LaunchError(f"{path} cannot be written: {error.strerror or error}") from None
+    return os.path.abspath(path)
+
+
+def with_config(word: str, config: str, path: str) -> str:
+    """Return a word of a command with `path` in place of the configuration file."""
+    name, equals, value = word.partition("=")
+    if CONFIG in word:
+        return word.replace(CONFIG, path)
+    return path if word == config else f"{name}={path}" if equals and value == config else word

@@ -1,0 +1,80 @@
+"""What engines say about the commands of fine-tuning frameworks, which trials do not start."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flagcore_importers.dialect import read_config
+from flagcore_training.frameworks import Reading, framework_of, reading
+from flagcore_training.real_job import CHECKPOINTS, changed, key_of
+
+from flagcore.domain.knob import Knob
+from flagcore.domain.space import KnobValue
+from flagcore.domain.spec import Task
+from flagcore.i18n import N_, _
+from flagcore.spec.plain_data import package_yaml
+from flagcore_trainers import fully_shard as fs
+from flagcore_trainers.fully_shard.memory import LOSS_BYTES
+
+DS_CONFIG: Mapping[str, Any] = package_yaml(__package__, "ds_config.yaml")
+"""The configuration of DeepSpeed for commands that name none in a file here."""
+
+
+def loss_warnings(task: Task) -> list[str]:
+    """Return a line if the logits of one sample take LARGE of a device's memory: fused losses need less.
+
+    Liger's fused loss has the logits of as many tokens at once as take about the memory of the hidden states
+    (liger-kernel 0.8.5 `ops/backends/_triton/fused_linear_cross_entropy.py`).
+    """
+    train, facts = task.spec.train, [group.chip.memory_bytes for group in task.cluster.groups]
+    memory = min((fact.value for fact in facts if fact), default=math.inf)
+    size = (LOSS_BYTES + 2.0) * train.seq_length * task.spec.model.vocab_size
+    if size < LARGE * memory:
+        return []
+    given = reading(task.spec).given if framework_of(train.command or ()) else {}
+    on = next((key for key, value in given.items() if "liger" in key and value in (True, "true", "True")), "")
+    text = N_(
+        "the loss of a sample of {length} tokens takes {size} of {memory} GiB: a fused loss (Liger) needs less, which "
+        "is not in the predictions; adapters on 4-bit weights (QLoRA) leave more memory"
+    )
+    if train.adapter and train.adapter.base == "nf4":
+        text = N_(
+            "the loss of a sample of {length} tokens takes {size} of {memory} GiB: a fused loss (Liger) needs less, "
+            "which is not in the predictions"
+        )
+    if on:
+        text = N_(
+            "the loss of a sample of {length} tokens is predicted with {size} of {memory} GiB: with {on}, which is not "
+            "in the predictions, it needs less, and larger micro-batches may fit"
+        )
+    sizes = {"size": f"{size / 2**30:.3g}", "memory": f"{memory / 2**30:.3g}"}
+    return [_(text, length=f"{train.seq_length:,}", on=on, **sizes)]
+
+
+LARGE = 0.2
+"""Chosen by hand: from this share of a device's memory on, the logits decide on what fits."""
+
+
+def ds_config(read: Reading) -> dict[str, Any]:
+    """Return the configuration of DeepSpeed of a command, or the usual one if no file here has it."""
+    given = read.value("deepspeed")
+    if isinstance(given, str) and Path(read.directory, given).is_file():
+        return read_config(given, str(read.directory), key="deepspeed")
+    inside = {key[10:]: value for key, value in read.given.items() if key.startswith("deepspeed.")}
+    return changed(DS_CONFIG, inside)
+
+
+def fixed(read: Reading, knobs: Sequence[Knob], own: Mapping[str, KnobValue]) -> dict[str, tuple[KnobValue, ...]]:
+    """Return the values of the knobs that a command cannot set, or not all. `own`: those of the command.
+
+    Weights are shared by the ranks that the other sizes leave.
+    """
+    found = dict[str, tuple[KnobValue, ...]]()
+    for knob in knobs:
+        value = own.get(knob.name, knob.neutral)
+        if knob.name == fs.AC and value in CHECKPOINTS and key_of(read, knob.name):
+            found[knob.name] = CHECKPOINTS
+        elif knob.name != fs.SHARD and (knob.name == fs.AC or not key_of(read, knob.name)):
+            found[knob.name] = (value,)
+    return found
