@@ -37,7 +37,8 @@ def framework_launch(spec: Spec, values: Mapping[str, KnobValue], folder: str) -
 def _given(spec: Spec, values: Mapping[str, KnobValue]) -> dict[str, Any]:
     """Return the framework's settings of a candidate by name: frameworks count virtual stages, not their layers."""
     found: dict[str, Any] = {name: values.get(name) or 1 for name in SIZES}
-    found |= {name: bool(values.get(name)) for name in (DIST_OPT, SP)}
+    has_effect = values[DP] != 1 or values.get(DIST_OPT)  # otherwise the user's own stays
+    found |= {name: bool(values.get(name)) for name in (SP, *[DIST_OPT] * bool(has_effect))}
     found |= {name: values.get(name) if values.get(USES) else None for name in RECOMPUTE}
     layers = int(values.get(LAYERS_PER_VIRTUAL) or 0) * int(values.get(PP) or 1)
     return found | {VIRTUAL_STAGES: spec.model.num_layers // layers if layers else None, LAYOUT: values.get(LAYOUT)}
