@@ -81,9 +81,6 @@ class Plans:
     labels: Labels = Labels()
     """The names that reports show for model components and measured step parts."""
 
-    only: bool = False
-    """Whether the engine only predicts, and `Engine.ready` says so."""
-
     # Layouts in other words than the knobs of the space
 
     def read_flags(self, text: str, spec: Spec) -> tuple[str, Mapping[str, SettingValue], Sequence[str]]:
@@ -95,6 +92,10 @@ class Plans:
         return values
 
     # How a job is planned that cannot run on this machine
+
+    def only(self, spec: Spec) -> bool:
+        """Return whether no trial can start a job, as `Engine.ready` says. By default false."""
+        return False
 
     def runs_as(self, spec: Spec) -> str:
         """Return how the engine runs a training job without a command. By default empty: plans name the engine."""

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flagcore_training.frameworks import kept_framework
+
 from flagcore.contracts import Bounds, Commands, Costs, Plans
 from flagcore.domain.launch import Start
 from flagcore.domain.model import Model
@@ -41,6 +43,9 @@ class MegatronPlans(Plans):
 
     def in_space(self, values: Mapping[str, KnobValue], model: Model) -> Mapping[str, KnobValue]:
         return knobs.in_space(values, model)
+
+    def only(self, spec: Spec) -> bool:
+        return kept_framework(spec) is not None
 
     def runs_as(self, spec: Spec) -> str:
         return production.runs_as(spec)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
 
+from flagcore_training.frameworks import kept_framework, refuse_trials
 from flagcore_training.layout import Layout, Training
 from flagcore_training.start import installed, missing_layers, program_launch, shared_job
 
@@ -20,6 +21,7 @@ from flagcore.domain.spec import AUTO, SettingValue, Spec, Task, TrainSpec
 from flagcore.errors import LaunchError, NoDevice, SpecError, join_errors
 from flagcore.i18n import N_, _
 from flagcore_megatron.command.checks import check_command, release_problems
+from flagcore_megatron.command.framework import framework_launch
 from flagcore_megatron.command.launch import own_launch, reference_launch
 from flagcore_megatron.layers.fastest import layouts, virtual_stages
 from flagcore_megatron.mixed import hetero
@@ -85,6 +87,7 @@ def ready(spec: Spec) -> None:
     if not isinstance(listed, str) and any(listed) and not runs_meshes:
         problem, fix = "cannot run in trials", "remove it; `flag estimate` can predict it"
         raise SpecError(key=f"auto_tuner.space.{MESHES}", value=list(listed), problem=problem, fix=fix)
+    refuse_trials(spec)
     if train.command is not None:
         check_command(spec)
     for key, value in train.settings.items():
@@ -147,6 +150,8 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
     train, values = platform.task.spec.train, with_layout(platform, candidate)
     if (for_real or train.command is not None) and shares(platform.task, candidate):
         raise LaunchError(f"{MESHES} = {candidate.as_dict()[MESHES]} {data_problem()}")
+    if for_real and kept_framework(platform.task.spec):
+        return framework_launch(platform.task.spec, values, folder)
     if train.command is not None:
         return own_launch(platform, values, folder, hetero.mixed_job(platform, candidate), for_real=for_real)
     if for_real:

@@ -183,7 +183,8 @@ def _export(found: Sizing, changes: Sequence[str]) -> str:
     from flagcore.api.commands.export import export_targets
 
     values = {name: value for name, value in found.best.candidate.items() if value is not None}
-    words = ["flag", "export", *options.job_words([*changes, f"auto_tuner.space={json.dumps(values)}"]), *HIGHEST]
+    load = [f"{key}={value}" for key, value in found.best.load.items()]
+    words = ["flag", "export", *options.job_words([*changes, *load, f"auto_tuner.space={json.dumps(values)}"])]
     if "kubernetes" in export_targets(found.engine):
         copies = ["--replicas", str(found.best.replicas)] if found.best.replicas > 1 else []
         command = shlex.join([*words, "--to", "kubernetes", *copies])

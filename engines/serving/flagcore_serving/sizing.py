@@ -35,10 +35,11 @@ from flagcore_serving.job import Load, lengths_text
 from flagcore_serving.launch.reports import ServerReports
 from flagcore_serving.load.progress import RESOLUTION
 from flagcore_serving.load.traces import read_trace
+from flagcore_serving.model.simulated_load import SEARCHED
 from flagcore_serving.space.hardware import INSTANCES, PREFILL_DECODE
 from flagcore_serving.space.roles import roles
 
-RATE = "serve.profile.request_rate"
+RATE, NUMBER = "serve.profile.request_rate", "serve.profile.num_prompts"
 Planned = Callable[[SpecLike], Estimate]
 """A function that predicts a spec."""
 WHOLE = 8
@@ -51,9 +52,6 @@ WINDOW_S = 300.0
 LISTED = 8
 """Candidates per size among which the one with the highest load is chosen; they are sorted by output tokens per second,
 which is the load times the length of answers."""
-REQUESTS = 2000
-"""The least requests of a predicted load. In a load as short as that of a trial, the queue of a server near its limit
-does not build up: with 500 of 10 requests per second, a p99 of TPOT was two thirds of that with 2,000 or 8,000."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +65,7 @@ class Size:
     - `in_flight`: the mean number of requests that a replica holds at this rate: rate x latency (Little's law).
     - `ttft_s`, `tpot_s`: medians at this rate. `ttft_p99_s`: the 99th percentile. `limited`: the statistics that have
       limits, by latency.
+    - `load`: the keys of the spec, with values, for which an estimate of this candidate has these figures.
     - `cost_per_hour`, `cost_per_million_tokens`: of all devices, per million output tokens, if the chip has a price.
     """
 
@@ -84,6 +83,7 @@ class Size:
     tpot_s: float
     limited: Mapping[str, Mapping[str, float]]
     candidate: Mapping[str, KnobValue]
+    load: Mapping[str, float | str]
     configuration: str
     cost_per_hour: float | None = None
     cost_per_million_tokens: float | None = None
@@ -144,15 +144,24 @@ def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _replica(spec: LoadedSpec, chip: str, price: float | None, nodes: int, per_node: int) -> LoadedSpec:
     """Return the spec of a search for the highest rate of one replica. `chip`: empty means that of `spec`."""
-    profile = _section(_section(spec.data, "serve"), "profile")
     changes: dict[str, Any] = {RATE: "auto", "serve.profile.concurrency": None}
     changes |= {"cluster.nodes": nodes, "cluster.devices_per_node": per_node, "cluster.price_per_device_hour": price}
     changes["auto_tuner.baseline"] = None  # a baseline is that of the whole cluster
-    given = profile.get("num_prompts")
-    if not profile.get("trace") and not (isinstance(given, int) and given > REQUESTS):
-        changes["serve.profile.num_prompts"] = REQUESTS
+    if isinstance(given := _number(spec), int) and given < SEARCHED:
+        changes[NUMBER] = "auto"
     changes |= {"cluster.chip": chip} if chip else {}
     return changed_spec(spec, changes)
+
+
+def _number(spec: LoadedSpec) -> object:
+    """Return the number of requests of a profile, None by default. A trace has its own."""
+    profile = _section(_section(spec.data, "serve"), "profile")
+    return "of the trace" if profile.get("trace") else profile.get("num_prompts")
+
+
+def _fixed(spec: LoadedSpec, rate: float) -> dict[str, Any]:
+    """Return the load of a replica at a rate: as many requests as the search for the highest rate has."""
+    return {RATE: rate, **({NUMBER: SEARCHED} if _number(spec) in (None, "auto") else {})}
 
 
 def _fewest(spec: LoadedSpec, highest: float, rate: float, planned: Planned) -> tuple[int, Mapping[str, Any] | None]:
@@ -163,7 +172,7 @@ def _fewest(spec: LoadedSpec, highest: float, rate: float, planned: Planned) -> 
     found = dict[int, Mapping[str, Any]]()
 
     def fits(replicas: int) -> bool:
-        changes = {RATE: rate / replicas, "auto_tuner.objective": "goodput_requests_per_s"}
+        changes = {**_fixed(spec, rate / replicas), "auto_tuner.objective": "goodput_requests_per_s"}
         with suppress(NothingFits):
             plan = planned(changed_spec(spec, changes))
             kept = [each for each in plan.candidates if "last" not in each and not each["slo"]]
@@ -183,13 +192,16 @@ def _size(spec: LoadedSpec, rate: float, nodes: int, per_node: int, planned: Pla
         return
     best = max(loads, key=lambda each: float(each["highest_load"]))
     speed, (number, other) = best["objective"], _fewest(spec, float(best["highest_load"]), rate, planned)
-    best = best if other is None else {**other, HIGHEST_LOAD: rate / number}
+    load = {RATE: "auto", **({NUMBER: "auto"} if _number(spec) == "auto" else {})}
+    if other is not None:
+        best, load = {**other, HIGHEST_LOAD: rate / number}, _fixed(spec, rate / number)
     low = float(best["highest_load"]) * min(1.0, speed["low"] / speed["value"])
     replica = {
         "chip": plan.chip,
         "nodes": nodes,
         "devices_per_replica": nodes * per_node,
         "candidate": best["candidate"],
+        "load": load,
     }
     text = _configuration(best["candidate"], plan.baseline["candidate"], plan.knobs)
     yield _of_figures(spec, rate, best, low, **replica, configuration=text)
@@ -211,6 +223,7 @@ def measured_size(spec: LoadedSpec, rate: float, folder: Path) -> Size:
     nodes, devices = int(_section(spec.data, "cluster").get("nodes") or 1), int(result["devices"])
     figures = {**same[0], HIGHEST_LOAD: statistics.median(rates)}
     replica = {"chip": result["chip"], "nodes": nodes, "devices_per_replica": devices, "candidate": best["candidate"]}
+    replica["load"] = {RATE: "auto"}
     text = _configuration(best["candidate"], result["baseline"]["candidate"], knobs)
     return _of_figures(spec, rate, figures, min(rates), **replica, configuration=text)
 
@@ -345,7 +358,7 @@ def sizing(
         model=model if isinstance(model := data.get("model"), str) else "",
         slo=serve.get("slo") or {},
         assumed=_assumed(opened.spec.work),
-        name=job_name((run or file).stem),
+        name=job_name(run.name if run else file.stem),
         has_image=bool(opened.problem.engine.image(opened.problem.platform)),
     )
 

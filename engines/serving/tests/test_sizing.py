@@ -3,7 +3,7 @@ out of memory, and which candidates cannot keep the SLO."""
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import pytest
 import yaml
 from flagcore_serving import sizing as module
 from flagcore_serving.engine import SloImpossible
-from flagcore_serving.sizing import Sizing, hours_of, manifest, sizing
+from flagcore_serving.model import simulated_load
+from flagcore_serving.sizing import Size, Sizing, hours_of, manifest, sizing
 from flagcore_vllm.engine import ENGINE
 
 from flagcore import estimate
@@ -42,7 +43,8 @@ PRICES = {"H20": 1.0, "H100": 3.0}
 def short() -> Iterator[None]:
     """Loads as long as those of the spec, which take less time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "REQUESTS", 100)
+        for each in (module, simulated_load):
+            patch.setattr(each, "SEARCHED", 100)
         yield
 
 
@@ -68,6 +70,25 @@ def test_the_best_size_is_the_cheapest_of_all_that_are_predicted(found: Sizing) 
         assert each.rate * each.replicas >= found.rate > each.rate * (each.replicas - 1)
 
 
+def estimated(spec: LoadedSpec, size: Size) -> Mapping[str, Any]:
+    """The estimate of a size's own candidate, with the keys that `flag size` prints."""
+    values = {name: value for name, value in size.candidate.items() if value is not None}
+    changes = {"cluster.chip": size.chip, "cluster.devices_per_node": size.devices_per_replica, **size.load}
+    return estimate(changed_spec(spec, {**changes, "auto_tuner": {"space": values}})).recommended
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", ["auto", 10])
+def test_the_estimate_of_a_size_has_its_rate_and_percentiles(number: str | int) -> None:
+    spec = changed_spec(LOADED, {"serve.profile.num_prompts": number, "cluster.devices_per_node": 1})
+    best = sizing(spec, None, None, {}).best
+    found = estimated(spec, best)
+    assert found["highest_load"] == best.rate
+    assert {name: found[name]["p99"] for name in best.limited} == {
+        name: each["p99"] for name, each in best.limited.items()
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [1.01, 1.02])
 def test_the_number_is_the_smallest_that_is_predicted_to_keep_the_limits(share: float) -> None:
@@ -83,6 +104,7 @@ def test_the_number_is_the_smallest_that_is_predicted_to_keep_the_limits(share: 
 
     assert is_kept(best.replicas)
     assert not is_kept(best.replicas - 1)
+    assert estimated(spec, best)["ttft_s"]["p99"] == best.ttft_p99_s
 
 
 @pytest.mark.slow

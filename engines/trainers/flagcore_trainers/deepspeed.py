@@ -23,7 +23,9 @@ from flagcore_models.layers import (
 )
 from flagcore_training.adapters import as_noted
 from flagcore_training.commands import parse
+from flagcore_training.frameworks import framework_of, kept_framework, reading, refuse_trials
 from flagcore_training.lengths import length_warnings
+from flagcore_training.real_job import changed, launch
 from flagcore_training.rules import RuleTable
 from flagcore_training.time.step import replica_wait
 
@@ -50,9 +52,9 @@ from flagcore_trainers.importing import (
     effects_of_deepspeed,
     spec_of_deepspeed,
 )
-from flagcore_trainers.meaning import RECOMPUTE, layout_of, training, weights_of_rank, with_fused_kernels
+from flagcore_trainers.meaning import RECOMPUTE, WholeModel, layout_of, training, weights_of_rank, with_fused_kernels
 from flagcore_trainers.program import KnobRow, StateSection
-from flagcore_trainers.recipes import framework_of, on_deepspeed
+from flagcore_trainers.recipes import on_deepspeed
 from flagcore_trainers.trainer import Trainer
 
 FLAGS = ("--deepspeed_config", "--deepspeed-config", "--ds_config", "--ds-config", "--deepspeed")
@@ -88,9 +90,17 @@ class DeepSpeedCommands(Commands):
         return spec_of_deepspeed(start, FLAGS, directory, model)
 
 
+class DeepSpeedPlans(WholeModel):
+    """Plans, also for commands that a spec keeps for the real job."""
+
+    def only(self, spec: Spec) -> bool:
+        return kept_framework(spec) is not None
+
+
 class DeepSpeed(Trainer):
     """Training with a script that calls `deepspeed.initialize`."""
 
+    plans = DeepSpeedPlans()
     trains_depths = False
     commands = DeepSpeedCommands()
     distribution = "deepspeed"
@@ -134,18 +144,16 @@ class DeepSpeed(Trainer):
         return [*(each for each in super().spec_warnings(spec) if not each.startswith(usual)), *own]
 
     def ready(self, spec: Spec) -> None:
-        if name := framework.kept_framework(spec):
-            problem, fix = _("is {framework}'s, which trials do not start", framework=name), _("use `flag export`")
-            raise SpecError(key="train.command", problem=problem, fix=fix)
+        refuse_trials(spec)
         super().command(spec)
         super().ready(spec)
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         spec, values = platform.task.spec, candidate.as_dict()
-        if framework.kept_framework(spec) is None or not for_real:
+        if kept_framework(spec) is None or not for_real:
             super().command(spec)
             return super().launch(platform, candidate, folder, for_real=for_real)
-        read = framework.reading(spec)
+        read = reading(spec)
         own = on_deepspeed(read, spec.model.hidden_size, Notes())[1]
         numbers = {
             name: int(each[0])
@@ -153,8 +161,8 @@ class DeepSpeed(Trainer):
         }
         config = None
         if own[ZERO] or values[ZERO] or values[OFFLOAD] != "none":
-            config = start.changed(framework.ds_config(read), self._keys(platform.task, candidate, for_real=True))
-        return framework.launch(
+            config = changed(framework.ds_config(read), self._keys(platform.task, candidate, for_real=True))
+        return launch(
             spec,
             folder,
             given={name: values[name] for name in (AC, AUTOTP, ULYSSES)},
@@ -171,7 +179,7 @@ class DeepSpeed(Trainer):
 
     def command(self, spec: Spec) -> start.Command:
         """Return the user's command, or an empty one if trials cannot start it."""
-        if spec.train.command is None or framework.kept_framework(spec):
+        if spec.train.command is None or kept_framework(spec):
             return start.Command(words=(), directory=".")
         command = super().command(spec)
         stage = start.value_at(command.content, STAGE_KEY)
@@ -183,8 +191,8 @@ class DeepSpeed(Trainer):
 
     def content(self, spec: Spec) -> Mapping[str, Any]:
         """Return the configuration of DeepSpeed that the command names, or an empty one if no file here has it."""
-        if framework.kept_framework(spec):
-            return framework.ds_config(framework.reading(spec))
+        if kept_framework(spec):
+            return framework.ds_config(reading(spec))
         with suppress(SpecError):
             return self.command(spec).content
         return {}

@@ -12,7 +12,7 @@ from typing import Any
 from flagcore_importers.dialect import Dialect, Reading, flat, name_of, placed, read_config
 from flagcore_importers.values import count_of, positive
 from flagcore_models.public import model_of
-from flagcore_training.commands import UserCommand, cluster_of, parse
+from flagcore_training.commands import UserCommand, cluster_of, parse, with_places
 from flagcore_training.unmodelled import joined, note_effects
 from flagcore_vendorkit.settings import UNKNOWN_TIME, Settings, read_settings
 
@@ -105,7 +105,8 @@ def spec_of_deepspeed(start: Start, flags: Sequence[str], directory: Path, model
     precision = next((name for name in ("bf16", "fp16") if _is_on(content, name, option(words, name))), "fp32")
     train: dict[str, Any] = {"engine": "deepspeed", "seq_length": length}
     train |= {"global_batch_size": total, "precision": precision}
-    train |= {"command": words, "directory": str(directory), **({"program": program} if program else {})}
+    words = with_places(words, cluster["nodes"])
+    train |= {"command": [*words], "directory": str(directory), **({"program": program} if program else {})}
     notes.note("command", f"keys of {config} are the baseline, and trials change copies of it", "train")
     return {"model": section, "cluster": cluster, "train": train, "auto_tuner": {}}, notes.notes
 
@@ -328,7 +329,11 @@ def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: 
         program["knobs"] = rows
     note_effects(effects_of_torchtitan(command.arguments, content), notes)
     train: dict[str, Any] = {"engine": "torchtitan", "seq_length": length, "global_batch_size": size}
-    train |= {"precision": "bf16", "command": _without_shards(words, read), "directory": str(directory)}
+    train |= {
+        "precision": "bf16",
+        "command": [*with_places(_without_shards(words, read), cluster["nodes"])],
+        "directory": str(directory),
+    }
     train |= {"program": program} if program else {}
     return {"model": section, "cluster": cluster, "train": train, "auto_tuner": {}}, notes.notes
 

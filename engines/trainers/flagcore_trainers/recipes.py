@@ -1,22 +1,21 @@
-"""Converts configurations of fine-tuning frameworks to specs. `recipes.yaml` has their keys.
+"""Converts configurations of fine-tuning frameworks to specs.
 
 A framework runs on DeepSpeed, Megatron-LM or torch's FSDP2, which is the engine of the spec.
 """
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from flagcore_importers import dialect
-from flagcore_importers.dialect import OFF, SUFFIXES, Dialect, flat, name_of, placed, read_config, read_given, scalar
+from flagcore_importers.dialect import OFF, SUFFIXES, flat, name_of, placed, read_config
 from flagcore_models.public import model_of
 from flagcore_training.adapters import NAMES, TARGETS, absent_targets, adapter_section, layer_names
-from flagcore_training.commands import cluster_of, parse
+from flagcore_training.commands import cluster_of, parse, with_places
+from flagcore_training.frameworks import CONFIG, DEPTHS, MEGATRON, PROGRAM, RECOMPUTE, SIZES, Reading, framework_of
 from flagcore_training.lengths import assumed_lengths
 from flagcore_training.unmodelled import note_effects
 
@@ -26,25 +25,17 @@ from flagcore.domain.model import Model
 from flagcore.domain.spec import Adapter
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.models import model_from
-from flagcore.spec.plain_data import Notes, package_yaml
+from flagcore.spec.plain_data import Notes
 from flagcore_trainers import fully_shard as fs
 from flagcore_trainers.importing import MICRO, MICRO_KEY, STEPS, Imported, effects_of_deepspeed
-from flagcore_trainers.start import CONFIG
 
-TABLES: Any = package_yaml(__package__, "recipes.yaml")
-COMMON, MEGATRON = TABLES.pop("common"), TABLES.pop("megatron")
 CUT = 1024
 """The longest sample, in tokens, where a configuration limits none."""
-CONFIG_FLAGS = ("--config", "-c", "--config_file", "--config-file", "--accelerate_config")
-SIZES = (fs.TP, fs.PP, fs.CP, fs.EP)
 SCHEDULES = {"interleaved1f1b": "interleaved", "zbvzerobubble": "zbv", "dualpipev": "dualpipev"}
-RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 STAGE, DEVICE = "zero_optimization.stage", "zero_optimization.offload_optimizer.device"
 BUCKET, OVERLAP = "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm"
 OF_SHARDS = (fs.OFFLOAD, fs.COMPILE, "reshard", "shard", "replicate", "synchronizes")
 """Meanings that only jobs on FSDP have."""
-DEPTHS = "mtp_num_layers"
-MEGATRON_NAMES = (*MEGATRON["knobs"], *MEGATRON["settings"], *MEGATRON["ends"], *RECOMPUTE, DEPTHS)
 PATHS = [
     f"{model}.layers.{layer}.{part}."
     for model in ("model", "model.language_model", "language_model.model")
@@ -56,66 +47,10 @@ _ALL = re.compile(r"all(-linear)?|\*(_proj)?")
 """Names of all linear layers of a decoder."""
 _QUANTIZED = re.compile(r"(?i)\b(gptq|awq|nf4|bnb-4bit|int4|(nv|mx)fp4|(fp|int)8)\b")
 """The format of weights in the name of a model."""
-_PROGRAM = r"\.py$|^(train|sft|pt|llm|automodel|[a-z_]+(\.[a-z_]+)+\.\w+)$"
-"""The word before the first argument of a program."""
 _FULL = ("full", "none", "false")
 """The kinds of adapters that are none."""
 Part = tuple[dict[str, Any], dict[str, Any]]
 """A part of `train`, with the engine, and the values of its knobs."""
-
-
-def framework_of(words: Sequence[str]) -> str | None:
-    """Return the framework that a command starts, or None."""
-    return next((name for name, row in TABLES.items() if re.search(row["starts"], " ".join(words))), None)
-
-
-@cache
-def _dialect(framework: str, *, on_megatron: bool) -> Dialect:
-    """Return the keys of a framework, and those of the programs that start it."""
-    row, keys = TABLES[framework], dict[str, Any]()
-    for name, names in [*row["keys"].items(), *COMMON["keys"].items()]:
-        keys[name] = (*keys.get(name, ()), *names)
-    own = (*SIZES, *(MEGATRON_NAMES if on_megatron else ()))
-    keys = {**{name: (name,) for name in own}, **keys, **{f"refused {name}": (name,) for name in row["refused"]}}
-    tables: dict[str, Any] = {name: {**COMMON[name]} for name in ("harmless", "named", "why")}
-    for name, table in tables.items():
-        for start, ends in row.get(name, {}).items():
-            table[start] = ends if name == "why" else f"{table.get(start, '')} {ends}"
-    return Dialect(
-        starts=row["starts"],
-        keys=keys,
-        defaults={**row["defaults"], **(row.get("megatron_defaults", {}) if on_megatron else {})},
-        **tables,
-        config=CONFIG_FLAGS,
-        program=_PROGRAM,
-        presets=row.get("presets", {}),
-    )
-
-
-class Reading(dialect.Reading):
-    """The settings of a command, of the files that it names, and of the variables around it, by meaning."""
-
-    def __init__(self, framework: str, start: Start, directory: Path) -> None:
-        self.row, self.words, self.directory = TABLES[framework], start.words, directory
-        self.text = " ".join(start.words)
-        given = read_given(_dialect(framework, on_megatron=False), start.words, directory)
-        inner = {key.removeprefix("ENV."): value for key, value in given.items() if key.startswith("ENV.")}
-        around = {key.lower(): scalar(str(value)) for key, value in {**start.job, **start.envs, **inner}.items()}
-        mark, variables = self.row.get("megatron", "$^"), {"use_mca", "use_megatron_bridge"}
-        self.on_megatron = bool(re.search(mark, self.text) or mark in given or variables & {*around})
-        super().__init__(_dialect(framework, on_megatron=self.on_megatron), given, around)
-
-    def set_in_command(self, name: str) -> dict[str, Any]:
-        """Return the names of a meaning that are set to other values than off or `auto`, with these."""
-        given = {key: self.given.get(name_of(key)) for key in map(name_of, self.keys[name].names)}
-        return {key: value for key, value in given.items() if value not in (*OFF, "auto")}
-
-    def size(self, name: str) -> int:
-        """Return a number of a meaning, by default 1."""
-        return self.number(name) or 1
-
-    def is_idle(self, name: str) -> bool:
-        return (".pipeline." in name and self.size(fs.PP) == 1) or super().is_idle(name)
 
 
 def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
@@ -147,13 +82,10 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
         text = "without it, experts are not quantized, but cast to fp32"
         notes.note(read.keys["experts"].names[0], text, "train.adapter.fp32_experts")
     if "command" not in own:
-        text = f"trials of {own['engine']} do not start it: the spec is for `flag estimate`"
-        if read.on_megatron:
-            text += ", whose values belong in the command"
-        else:
-            own |= {"command": [*read.words], "directory": str(read.directory)}
-            text += " and `flag export`"
+        own |= {"command": read.words, "directory": str(read.directory)}
+        text = f"trials of {own['engine']} do not start it: the spec is for `flag estimate` and `flag export`"
         notes.note("command", text, "train.engine")
+    own["command"] = [*with_places(own["command"], cluster["nodes"])]
     _note_unread(read, notes)
     targets = train.get("adapter", {}).get("targets")
     if absent := absent_targets(shape, targets and Adapter(targets=tuple(targets))):
@@ -443,7 +375,7 @@ def _command(read: Reading, file: str) -> dict[str, Any]:
     for name, _value, start, end in reversed([*placed(words)]):
         if name in own:
             del words[start : min(end, start + 2)]
-    has_file = any(re.search(_PROGRAM, each) and after.endswith(SUFFIXES) for each, after in pairwise(words))
+    has_file = any(re.search(PROGRAM, each) and after.endswith(SUFFIXES) for each, after in pairwise(words))
     form = read.row["set"] if has_file else "--{}"  # without a file of settings, programs read options
 
     def word(name: str, value: object) -> str:

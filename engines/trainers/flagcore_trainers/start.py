@@ -1,35 +1,20 @@
 """The command and the configuration file of a candidate. Nothing of the user's is written."""
 
 import ast
-import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flagcore_importers.batch import slurm_options
-from flagcore_importers.dialect import placed
-from flagcore_training.commands import PYTHON, STARTERS
+from flagcore_training.frameworks import CONFIG
+from flagcore_training.real_job import with_config
 
-from flagcore.domain.files import replace as write_file
 from flagcore.domain.space import KnobValue
-from flagcore.errors import LaunchError, SpecError
-from flagcore.i18n import N_, _
-from flagcore.spec.plain_data import dump_yaml, package_yaml, read_text
+from flagcore.errors import SpecError
+from flagcore.spec.plain_data import package_yaml, read_text
 from flagcore_trainers.program import KnobRow
 
-CONFIG = "{config}"
-"""A word of a command that stands for the path of the configuration file. Without it, the user's path is replaced."""
-OF_HOST = {
-    **dict.fromkeys(("machine_rank", "node_rank"), "{node_rank}"),
-    **dict.fromkeys(("main_process_ip", "master_addr"), "{master_addr}"),
-    **dict.fromkeys(("main_process_port", "master_port"), "{master_port}"),
-    "rdzv_endpoint": "{master_addr}:{master_port}",
-}
-"""The options of launchers that have other values on each host or in each job."""
 PASSED: Mapping[str, Sequence[str]] = package_yaml(__package__, "importing.yaml")["passed"]
 """The keywords of calls that take a configuration of DeepSpeed, or the name of its file."""
 
@@ -59,26 +44,6 @@ def value_at(content: Mapping[str, Any], key: str) -> Any:
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
-
-
-def changed(content: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration with new values of keys. Sections that are missing are added.
-
-    A value of None removes the key. Raises LaunchError if a key is inside a value that is no section.
-    """
-    result = deepcopy(dict(content))
-    for key, value in values.items():
-        *sections, last = key.split(".")
-        section: Any = result
-        for name in sections:
-            section = section.get(name, {}) if value is None else section.setdefault(name, {})
-            if not isinstance(section, dict):
-                raise LaunchError(f"the configuration file has a value at {name}, so {key} cannot be set")
-        if value is None:
-            section.pop(last, None)
-        else:
-            section[last] = value
-    return result
 
 
 def argv_of(
@@ -114,51 +79,11 @@ def argv_of(
     return tuple(argv)
 
 
-def of_each_host(words: Sequence[str], *, is_started: bool) -> tuple[str, ...]:
-    """Return a command for several hosts with the addresses and the rank of its host in the options of its launcher.
-
-    `is_started`: whether something starts it on each host, so that its own srun is left out. Raises LaunchError if it
-    starts each rank, not a launcher of ranks.
-    """
-    found = list(words)
-    place = next((n for n, word in enumerate(words) if STARTERS.fullmatch(Path(word).name)), None)
-    if is_started and place is not None:
-        _options, rest = slurm_options(words[place + 1 :])
-        of_ranks = PYTHON.fullmatch(Path(rest[0]).name) and "torch.distributed.run" not in rest
-        if Path(words[place]).name != "srun" or of_ranks:
-            text = N_("{program} starts all ranks: give the command of one host, in which torchrun starts its ranks")
-            raise LaunchError(_(text, program=words[place]))
-        found[place:] = rest
-    for name, _value, first, end in reversed([*placed(found)]):
-        before, equals, _old = found[first].partition("=")
-        if name in OF_HOST and (equals or end > first + 1):
-            found[first : first + 2 - bool(equals)] = [f"{before}={OF_HOST[name]}"]
-    return tuple(found)
-
-
-def write_config(content: Mapping[str, Any], path: Path) -> str:
-    """Write a configuration file, and return its absolute path. Raises LaunchError."""
-    text = json.dumps(content, indent=2) + "\n" if path.suffix == ".json" else dump_yaml(content)
-    try:
-        write_file(path, text)
-    except OSError as error:
-        raise LaunchError(f"{path} cannot be written: {error.strerror or error}") from None
-    return os.path.abspath(path)
-
-
 def check_config_word(words: Sequence[str], config: str) -> None:
     """Raise SpecError if no word of the command names the configuration file."""
     if not any(with_config(word, config, "\0") != word for word in words):
         fix = f"write {CONFIG} in train.command where the path belongs"
         raise SpecError(key="train.program.config", value=config, problem="is not in train.command", fix=fix)
-
-
-def with_config(word: str, config: str, path: str) -> str:
-    """Return a word of a command with `path` in place of the configuration file."""
-    name, equals, value = word.partition("=")
-    if CONFIG in word:
-        return word.replace(CONFIG, path)
-    return path if word == config else f"{name}={path}" if equals and value == config else word
 
 
 def _flag_words(flag: str, value: KnobValue) -> list[str]:

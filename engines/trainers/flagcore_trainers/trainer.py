@@ -16,6 +16,7 @@ from flagcore_training.answers import Record, compared
 from flagcore_training.commands import environment, unknown_placeholders
 from flagcore_training.lengths import cut_warnings
 from flagcore_training.reading import FAILURES, measurement, warmup_of_fewer
+from flagcore_training.real_job import changed, of_each_host, write_config
 from flagcore_vendorkit.metrics import NoMetrics
 
 from flagcore.contracts import Costs, Engine, Platform, Steps
@@ -165,9 +166,7 @@ class Trainer(Engine):
         content = read_config(config, directory)
         start.check_config_word(train.command, config)
         try:
-            start.changed(
-                content, dict.fromkeys((each.key for each in self.described.knobs.values() if each.key), None)
-            )
+            changed(content, dict.fromkeys((each.key for each in self.described.knobs.values() if each.key), None))
         except LaunchError as error:
             fix = "write a section there"
             raise SpecError(key="train.program.config", value=config, problem=str(error), fix=fix) from None
@@ -239,12 +238,12 @@ class Trainer(Engine):
         spec, command, written = task.spec, self.command(task.spec), ""
         placeholders = self._placeholders(task, candidate, folder)
         if command.config:
-            content = start.changed(command.content, self._keys(task, candidate, for_real=for_real))
-            written = start.write_config(content, Path(folder, f"candidate{Path(command.config).suffix}"))
+            content = changed(command.content, self._keys(task, candidate, for_real=for_real))
+            written = write_config(content, Path(folder, f"candidate{Path(command.config).suffix}"))
         added = () if for_real else program.trial_args
         argv = start.argv_of(command, program.knobs, values, placeholders, (*spec.train.flags, *added), written)
         if for_real and spec.cluster.nodes > 1:
-            argv = start.of_each_host(argv, is_started=spec.on_each_host)
+            argv = of_each_host(argv, is_started=spec.on_each_host)
         if not for_real and self._needs_clock():
             argv = (sys.executable, "-m", "flagcore_trainers.clock", *argv)
         own = {row.env: self._word(name, values[name]) for name, row in program.knobs.items() if row.env}

@@ -366,6 +366,22 @@ def test_without_their_reader_the_advice_is_to_install_it(folder: Path) -> None:
             {"dp_shard_size": 8, "tensor_parallel_size": 1, "micro_batch_size": 4},
         ),
         (
+            "",
+            "env NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-4B --max_length 2048 --tensor_model_parallel_size 2 "
+            "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1",
+            {
+                "data_parallel_size": 2,
+                "tensor_model_parallel_size": 1,
+                "pipeline_model_parallel_size": 4,
+                "num_layers_per_virtual_pipeline_stage": 3,
+                "use_recompute": False,
+            },
+            "megatron sft --model Qwen/Qwen3-4B --max_length 2048 --tensor_model_parallel_size 1 "
+            "--recompute_granularity none --pipeline_model_parallel_size=4 --virtual_pipeline_model_parallel_size=3 "
+            "--micro_batch_size=4 --global_batch_size=16",
+            {},
+        ),
+        (
             "model_name_or_path: Qwen/Qwen3-4B\nfinetuning_type: full\npure_bf16: true\n",
             "llamafactory-cli train own.yaml",
             {"activation_checkpointing": "none"},
@@ -381,6 +397,7 @@ def test_a_kept_command_is_exported_with_the_values_of_a_candidate(
     data = read_command(None, [words], chip="H100-SXM").data
     platform = open_spec(data, None, (), plan=True).problem.platform
     engine = platform.engine
+    assert engine.plans.only(platform.task.spec)
     with pytest.raises(SpecError, match=r"train\.(command|engine)"):
         engine.ready(platform.task.spec)
     neutral = {knob.name: knob.neutral for knob in engine.knobs}

@@ -7,6 +7,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from flagcore_importers.dialect import placed
+
 from flagcore.domain.launch import Start
 from flagcore.domain.space import KnobValue
 from flagcore.spec.plain_data import Notes
@@ -18,6 +20,13 @@ FILLED = {
     *("interface", "address", "adapters", "hostfile", "type", "slots"),
 }
 """The placeholders of all commands: those of a trial, and of a host."""
+OF_HOST = {
+    **dict.fromkeys(("machine_rank", "node_rank"), "{node_rank}"),
+    **dict.fromkeys(("main_process_ip", "master_addr"), "{master_addr}"),
+    **dict.fromkeys(("main_process_port", "master_port"), "{master_port}"),
+    "rdzv_endpoint": "{master_addr}:{master_port}",
+}
+"""The options of launchers that have other values on each host or in each job."""
 TORCHRUN_SWITCHES = {"standalone", "m", "module", "no-python", "run-path", "use-env", "virtual-local-rank"}
 """Options of torchrun without a value. Source: torch 2.13 `distributed/run.py`."""
 TRAINING_FLAGS = {"--num-layers", "--micro-batch-size", "--global-batch-size", "--seq-length", "--train-iters"}
@@ -189,6 +198,21 @@ def expand_command(
     return tuple(argv if "{flags}" in command else [*argv, *arguments])
 
 
+def with_places(words: Sequence[str], empty_of: int = 0) -> tuple[str, ...]:
+    """Return a command with the placeholders of its host in the options of its launcher.
+
+    With `empty_of`, the number of hosts, these are only in options without a value, which variables have that something
+    sets on each host. On one host, such options are left out.
+    """
+    found, places = list(words), {**OF_HOST, **({"nnodes": "{nnodes}"} if empty_of else {})}
+    for name, _value, first, end in reversed([*placed(found)]):
+        before, equals, value = found[first].partition("=")
+        follows = not equals and end > first + 1 and not found[first + 1].endswith(".py")
+        if name in places and not (empty_of and (value or follows)):
+            found[first : first + 1 + follows] = [] if empty_of == 1 else [f"{before}={places[name]}"]
+    return tuple(found)
+
+
 def unknown_placeholders(words: Iterable[str], known: Iterable[str]) -> Iterator[str]:
     """Yield a warning for each placeholder in the words of a command that is neither `known` nor in `FILLED`."""
     names = {*FILLED, *known}
@@ -230,8 +254,12 @@ def cluster_of(command: UserCommand, notes: Notes, start: Start) -> dict[str, An
 
 
 def note_empty(command: UserCommand, notes: Notes) -> None:
-    """Add a note on each option of a launcher that lacks its value, and on each argument such as `--name=`."""
-    options = [each.words[0] for each in command.options if not each.value and each.name not in TORCHRUN_SWITCHES]
+    """Add a note on each option of a launcher that lacks its value, and on each argument such as `--name=`.
+
+    Those of a host have a value in each start (`with_places`).
+    """
+    known = {*TORCHRUN_SWITCHES, *(name.replace("_", "-") for name in OF_HOST)}
+    options = [each.words[0] for each in command.options if not each.value and each.name not in known]
     for word in [*options, *(each for each in command.arguments if re.fullmatch(r"--[\w.-]+=", each))]:
         notes.note(word.partition("=")[0], "has no value: a variable of the script may be empty", "train.command")
 

@@ -2,7 +2,9 @@
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -128,7 +130,7 @@ class Reader:
 
     def _inner(self, start: Start, depth: int = 0) -> Iterator[Program]:
         """Yield the programs that a container, a shell or a script starts. Yield any other program itself."""
-        start = _unwrapped(start)
+        start = _unwrapped(_written(start))
         words, names = start.words, [os.path.basename(word) for word in start.words]
         if names[:1] and names[0] in SLURM:
             options, rest = slurm_options(words[1:])
@@ -228,6 +230,15 @@ def _with_files(start: Start, folder: Path) -> Start:
                 words.insert(n, "bash")
                 break
     return replace(start, words=tuple(words))
+
+
+def _written(start: Start) -> Start:
+    """Return the command that `printf %s COMMAND` writes to a file, which the script of NeMo-RL runs later."""
+    if start.words[:2] == ("printf", "%s") and len(start.words) == 3:
+        envs = {name: value for name, value in start.envs.items() if value != start.words[2]}
+        with suppress(ValueError):  # other texts
+            return replace(start, words=tuple(shlex.split(start.words[2])), envs=envs)
+    return start
 
 
 def _unwrapped(start: Start) -> Start:

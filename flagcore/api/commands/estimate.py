@@ -81,7 +81,6 @@ def estimate(
     published = published_runs(problem, loaded, None if evidence else NEAREST)
     place = recommended(problem, order)
     can_start = not task.spec.work.missing
-    can_run = can_start and not problem.engine.plans.only
     row = int(order[place])
     target = first_target(snapshot_of(opened), problem.space.candidate(row)) if start and can_start else ""
     expected_s, is_here = expected_seconds(problem, float(problem.predictions.step_time_s[row]), loaded)
@@ -112,7 +111,7 @@ def estimate(
         assumed=_assumed(task),
         notes=plugin_notes(problem.platform),
         unmodelled=tuple(each.name for each in problem.platform.unmodelled),
-        search=search_time(problem) if can_run else None,
+        search=search_time(problem) if can_start and not problem.engine.plans.only(task.spec) else None,
         mixing=mixing_of(opened.spec, problem, loaded) if len(groups) > 1 else None,
         knobs=problem.knobs,
         labels=problem.engine.plans.labels,

@@ -56,7 +56,8 @@ def export(
     name in the form of `explain_candidate`. `options`: see `ExportJob`. `output`: by default, `NAME-TARGET` in
     the working directory. Raises the errors of `flagcore.errors`.
     """
-    job_id = job_name(Path(where).stem) if name is None else checked_name(name)
+    place = Path(where)
+    job_id = job_name(place.name if place.is_dir() else place.stem) if name is None else checked_name(name)
     snapshot = load_snapshot(where, chip, without)
     chosen = legal_candidate(snapshot.problem, named_columns(snapshot, candidate)[0])
     folder = Path(output) if output is not None else Path(f"{job_id}-{target}")
@@ -72,8 +73,7 @@ def export(
         try:
             files, missing = files_of(target)
         except UsageError as error:
-            others = (each for each in export_targets(work.engine) if each != target)
-            accepted = [each for each in others if _is_accepted(files_of, each)]
+            accepted = [each for each in export_targets(work.engine) if _is_accepted(files_of, each)]
             known = [_("targets that accept this: {known}", known=", ".join(accepted))] if accepted else []
             raise UsageError("; ".join([str(error), *known])) from None
         for name, text in files.items():
@@ -156,8 +156,7 @@ def first_target(snapshot: Snapshot, candidate: Candidate) -> str:
 
 def _is_accepted(files_of: Callable[[str], object], target: str) -> bool:
     with suppress(FlagError, OSError):
-        files_of(target)
-        return True
+        return bool(files_of(target))
     return False
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.inputs import UNNAMED, LoadedSpec, check_chips, check_spec
+from flagcore.api.inputs import LoadedSpec, check_chips, check_spec
 from flagcore.api.notes import LOG
 from flagcore.contracts import ImportedSpec
 from flagcore.domain.chip import USUAL_DEVICES
 from flagcore.domain.spec import ImportNote
+from flagcore.launchers.script import job_name
 from flagcore.spec.clusters import ClusterSection
 from flagcore.spec.models import absolute_model, model_from
 from flagcore.spec.schema import CommonSection
@@ -51,7 +52,7 @@ def spec_of_model(
     nodes: int | None = None,
     devices: int | None = None,
 ) -> LoadedSpec:
-    """Return a spec for a model without a file, with the defaults of a new spec. Raises SpecError.
+    """Return a spec for a model without a file, with its name and the defaults of a new spec. Raises SpecError.
 
     `engine`: None means the engine that is the default for plans. `chip`: None means that of this machine. `devices`:
     the number per node; None means all. The clients of servers are those of a new spec for each device.
@@ -63,7 +64,7 @@ def spec_of_model(
     count = cluster["nodes"] * (devices or (USUAL_DEVICES if chip or nodes else 1))
     defaults = _documents_of(engine).DEFAULTS.items()
     values = {key: count * value if key == "concurrency" else value for key, value in defaults}
-    return LoadedSpec(UNNAMED, new_spec(engine, model, cluster, values).data)
+    return LoadedSpec(job_name(Path(model).name), new_spec(engine, model, cluster, values).data)
 
 
 def _comments(data: Mapping[str, Any], sections: Mapping[str, type[Section]]) -> list[ImportNote]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 from flagcore_importers.command import read_command
+from torch.distributed import run
 
 from extras.kubernetes.tests.test_manifest import found
 
@@ -115,6 +116,8 @@ def check(programs: list[Started], nodes: int) -> None:
     assert programs
     for each in {each.name: each for each in programs}.values():
         words = [each.name, *each.words]
+        if each.name == "torchrun":
+            assert run.get_args_parser().parse_args(each.words).training_script
         if {"caddy", "vllm-router", "sglang_router.launch_router"} & {*words}:
             continue
         notes = read_command(None, words, chip="H100-SXM").notes

@@ -228,7 +228,15 @@ def test_a_server_is_a_deployment_with_a_pod_per_instance(tmp_path: Path) -> Non
 def test_slurm_assigns_the_devices_itself(tmp_path: Path) -> None:
     gpus = "\n".join(f"{n}, NVIDIA H100 80GB HBM3, 81559, 570.1, GPU-{n}, 0x233010DE, Disabled" for n in range(8))
     with fakes.machine({"nvidia-smi": fakes.prints(gpus)}, CUDA_VISIBLE_DEVICES="7,1,2,4"):
-        assert "CUDA_VISIBLE_DEVICES" not in only(exported(server(tmp_path), "slurm", "instances=1, tp=4"))
+        script = only(exported(server(tmp_path), "slurm", "instances=1, tp=4"))
+    assert "CUDA_VISIBLE_DEVICES" not in script
+    assert "# Port 8000 is open on its (first) node only" in script
+
+
+@pytest.mark.parametrize(("chip", "is_known"), [("C550", False), ("H100-SXM", True), ("910B3", True)])
+def test_a_batch_script_says_that_the_name_of_devices_is_a_guess(chip: str, is_known: bool, tmp_path: Path) -> None:
+    spec = server(tmp_path, cluster={"chip": chip, "devices_per_node": 4})
+    assert ("--resource" in only(exported(spec, "slurm", "instances=1, tp=4"))) == (not is_known)
 
 
 @pytest.mark.parametrize(

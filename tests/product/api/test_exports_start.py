@@ -31,9 +31,25 @@ VERL = (
     "trainer.n_gpus_per_node=8 trainer.nnodes={nodes}"
 )
 SWIFT = "--model Qwen/Qwen3-4B --tuner_type lora --max_length 2048 --per_device_train_batch_size 1 --dataset a"
+RANKS = "torchrun --nproc-per-node 8 --nnodes 2 --master-addr $MASTER_ADDR --master-port $MASTER_PORT --node-rank $RANK"
+GPT = "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --vocab-size 32000 --seq-length 2048 --bf16 "
+GPT += "--max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 64 --train-iters 9"
 JOBS = {
     "LLaMA-Factory": ("ASCEND_RT_VISIBLE_DEVICES=0,1,2,3 llamafactory-cli train job.yaml", "910B3", 1),
     "ms-swift": (f"NPROC_PER_NODE=8 swift sft {SWIFT} --deepspeed zero2", "H100-SXM", 1),
+    "ms-swift on Megatron-LM": (
+        f"NPROC_PER_NODE=8 megatron sft {SWIFT.replace('per_device_train', 'micro')} --global_batch_size 64 "
+        "--tensor_model_parallel_size 2 --sequence_parallel true",
+        "H100-SXM",
+        1,
+    ),
+    "DeepSpeed with ranks of another launcher": (
+        f"{RANKS} train.py --deepspeed zero.json --model_name_or_path Qwen/Qwen3-4B --max_seq_length 2048 "
+        "--per_device_train_batch_size 2",
+        "H100-SXM",
+        2,
+    ),
+    "Megatron-LM with ranks of another launcher": (f"{RANKS} pretrain_gpt.py {GPT}", "H100-SXM", 2),
     "axolotl": ("axolotl train axolotl.yaml", "RTX4090", 1),
     "torchtitan": (
         "srun --nodes 2 torchrun --nnodes=2 --nproc-per-node=8 --rdzv-endpoint head:29500 "
@@ -57,6 +73,8 @@ def test_a_command_of_a_framework_starts_with_the_chosen_values(job: str, tmp_pa
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     (tmp_path / "t.toml").write_text(TITAN)
+    for name in ("train.py", "pretrain_gpt.py"):
+        (tmp_path / name).touch()
     (tmp_path / "run.sh").write_text(words)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)

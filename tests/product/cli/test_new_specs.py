@@ -117,6 +117,12 @@ def test_a_public_model_is_planned_without_a_file(flag: Flag, answer: Answer) ->
     assert "Qwen/Qwen3-8B" in flag("estimate", "--model", "Qwen/Qwen3-8", "--chip", "H100").err
 
 
+def test_exports_of_models_have_their_names(flag: Flag) -> None:
+    for model, name in (("Qwen/Qwen2.5-7B", "qwen2-5-7b"), ("Qwen/Qwen2.5-72B", "qwen2-5-72b")):
+        options = ("--chip", "H100", "--devices", "8", "--engine", "vllm", "--to", "slurm", "-o", "-")
+        assert f"--job-name={name}\n" in flag("export", "--model", model, *options).worked().out
+
+
 @pytest.mark.parametrize(
     ("limit", "bounds"),
     [

@@ -85,9 +85,19 @@ def own_launch(
         argv = expand_command(script, values, (), folder)
         return Launch(argv=argv, folder=folder, environment=knob_variables, directory=train.directory, own_script=True)
     real = set_arguments(command, table, dests, words).command
+    if spec.cluster.nodes == 1:
+        real = replace(real, options=[option for option in real.options if option.name not in _empty(real)])
     if spec.on_each_host and spec.cluster.nodes > 1:
         real = _of_each_host(real, spec, platform.task.cluster.groups[0].devices_per_node)
     return _launch(real, values, folder, {**variables, **spec.envs})
+
+
+HOST_OPTIONS = ("nnodes", "node-rank", "master-addr", "master-port")
+
+
+def _empty(command: UserCommand) -> list[str]:
+    """Return the options of a host that lack a value: variables have it, which nothing sets for a job on one host."""
+    return [each.name for each in command.options if each.name in HOST_OPTIONS and not each.value]
 
 
 def _of_each_host(command: UserCommand, spec: Spec, devices: int) -> UserCommand:
@@ -103,9 +113,8 @@ def _of_each_host(command: UserCommand, spec: Spec, devices: int) -> UserCommand
             program = command.program[-2 if "-m" in command.program[:-1] else -1 :]
             ranks = Option(name="nproc-per-node", words=(f"--nproc-per-node={devices}",))
             command = replace(command, launcher=("torchrun",), options=(ranks,), program=program)
-    names = ("nnodes", "node-rank", "master-addr", "master-port")
-    words = [Option(name=name, words=(f"--{name}={{{name.replace('-', '_')}}}",)) for name in names]
-    kept = [option for option in command.options if option.name not in (*names, *RENDEZVOUS_OPTIONS)]
+    words = [Option(name=name, words=(f"--{name}={{{name.replace('-', '_')}}}",)) for name in HOST_OPTIONS]
+    kept = [option for option in command.options if option.name not in (*HOST_OPTIONS, *RENDEZVOUS_OPTIONS)]
     return replace(command, prefix=prefix, options=(*words, *kept) if command.launcher else command.options)
 
 
@@ -206,7 +215,9 @@ def rerun(
     """
     words = spec.train.command or ()
     script = words[1:] if Path(words[0]).name in SHELLS else words
-    argv = ("bash", "-c", _shell_functions(command, replaced, values), "best", "bash", *script)
+    is_one = spec.cluster.nodes == 1 or not spec.on_each_host
+    options = _empty(command) if is_one else (*HOST_OPTIONS, *RENDEZVOUS_OPTIONS)  # torchrun then has PET_ variables
+    argv = ("bash", "-c", _shell_functions(command, options, replaced, values), "best", "bash", *script)
     trace = readable_command(replace(spec, work=replace(spec.train, command=argv)), variables)
     if trace is None or trace.program != command.program or trace.arguments[-len(values) :] != tuple(values):
         return None
@@ -214,9 +225,15 @@ def rerun(
     return argv if len(trace.arguments) == count else None
 
 
-def _shell_functions(command: UserCommand, replaced: Iterable[Argument], values: Sequence[str]) -> str:
+def _shell_functions(
+    command: UserCommand, options: Iterable[str], replaced: Iterable[Argument], values: Sequence[str]
+) -> str:
+    """Return SHELL_TEMPLATE for a command without some options of its launcher, which may lack their values."""
     names = dict.fromkeys((command.words[0], *WRAPPER_PROGRAMS))
     cases: dict[int, dict[str, None]] = {}
+    for flag in (f"--{spelling}" for name in options for spelling in dict.fromkeys((name, name.replace("-", "_")))):
+        cases.setdefault(1 if flag == "--standalone" else 2, {})[flag] = None
+        cases.setdefault(1, {})[f"{flag}=*"] = None
     for argument in replaced:
         cases.setdefault(_word_count(argument), {})[argument.flag] = None
         if argument.spec.values != 0:

@@ -2,6 +2,7 @@ flagcore_start() {{
   local word skip=0 words=()
   if [[ "$*" != *{program}* ]]; then command "$@"; return; fi
   for word in "$@"; do
+    if [[ $word == --* || $word == *{program} ]]; then skip=0; fi
     if [[ $skip == 0 ]]; then
       case $word in
         {cases}

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flagcore_importers.shell import SCRIPT_FIX, is_script, trace_script
 from flagcore_training.commands import PYTHON, UserCommand, parse, parse_flags
+from flagcore_training.frameworks import kept_framework
 from packaging.version import InvalidVersion, Version
 
 from flagcore.domain.files import read_regular
@@ -189,6 +190,11 @@ def implementation_of_command(spec: Spec) -> str | None:
 
 
 def program_arguments(spec: Spec) -> Sequence[str]:
-    """Return the arguments of the program that `train.command` starts, or the whole command if it cannot be parsed."""
+    """Return the arguments of the program that `train.command` starts, or the whole command if it cannot be parsed.
+
+    They are empty for a framework's command, whose settings the spec has.
+    """
+    if kept_framework(spec):
+        return ()
     command = readable_command(spec)
     return command.arguments if command else spec.train.command or ()

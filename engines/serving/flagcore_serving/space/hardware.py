@@ -138,14 +138,14 @@ def most_images(loads: tuple[Load, ...]) -> int:
 def max_in_flight(loads: tuple[Load, ...]) -> int:
     """Return the maximum number of requests in flight: the concurrency of a load, or all requests of an open loop.
 
-    A search for the highest number of clients may reach any: it is assumed to reach SEARCHED_FLIGHT.
+    A search for the most clients, or for the highest rate, may reach any: it is assumed to reach SEARCHED_FLIGHT.
     """
-    flights = (load.concurrency or load.num_prompts or OPEN_LOOP_FLIGHT for load in loads)
-    return max((SEARCHED_FLIGHT if each == MAX_CLIENTS else each for each in flights), default=1)
+    flights = (MAX_CLIENTS if load.least_s else load.concurrency or load.num_prompts for load in loads)
+    return max((SEARCHED_FLIGHT if each == MAX_CLIENTS else each or OPEN_LOOP_FLIGHT for each in flights), default=1)
 
 
 SEARCHED_FLIGHT = 512
-"""The requests in flight for which the values of knobs are chosen in a search for the most clients. A choice."""
+"""The requests in flight for which the values of knobs are chosen in a search for the most load. A choice."""
 
 
 INSTANCES = "instances"

@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 from flagcore_importers.programs import unknown_release
 from flagcore_training.adapters import absent_targets, as_noted
+from flagcore_training.frameworks import framework_of, kept_framework, reading
 from flagcore_training.lengths import cut_warnings, length_warnings
+from flagcore_training.real_job import launch
 
 from flagcore.contracts import Commands, Costs, Engine, Platform, Published
 from flagcore.domain.engine import Unmodelled
@@ -23,14 +25,14 @@ from flagcore.domain.trial import Measurement
 from flagcore.errors import LaunchError, SpecError
 from flagcore.i18n import _
 from flagcore_trainers import fully_shard as fs
-from flagcore_trainers.framework import fixed, fp32_products, kept_framework, launch, loss_warnings, reading
+from flagcore_trainers.framework import fixed, fp32_products, loss_warnings
 from flagcore_trainers.fsdp2 import space
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard.memory import of_rank
 from flagcore_trainers.fully_shard.traffic import FRAMEWORK, TRIAL
 from flagcore_trainers.importing import Imported
 from flagcore_trainers.meaning import WholeModel
-from flagcore_trainers.recipes import framework_of, on_fsdp, spec_of
+from flagcore_trainers.recipes import on_fsdp, spec_of
 
 RELEASES = ">=2.8"
 """The releases of torch whose memory and time are predicted, as a PEP 440 specifier."""
@@ -51,7 +53,8 @@ class FrameworkCommands(Commands):
 class OnlyPlans(WholeModel):
     """Plans without trials."""
 
-    only = True
+    def only(self, spec: Spec) -> bool:
+        return True
 
 
 class Fsdp2(Engine):

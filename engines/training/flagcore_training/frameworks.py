@@ -1,0 +1,103 @@
+"""The settings of fine-tuning frameworks' commands. `frameworks.yaml` has their keys."""
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from flagcore_importers import dialect
+from flagcore_importers.dialect import OFF, Dialect, name_of, read_given, scalar
+
+from flagcore.domain.launch import Start
+from flagcore.domain.spec import Spec
+from flagcore.errors import SpecError
+from flagcore.i18n import _
+from flagcore.spec.plain_data import package_yaml
+
+TABLES: Any = package_yaml(__package__, "frameworks.yaml")
+COMMON, MEGATRON = TABLES.pop("common"), TABLES.pop("megatron")
+CONFIG = "{config}"
+"""A word of a command that stands for the path of the configuration file. Without it, the user's path is replaced."""
+CONFIG_FLAGS = ("--config", "-c", "--config_file", "--config-file", "--accelerate_config")
+PP = "pipeline_model_parallel_size"
+SIZES = ("tensor_model_parallel_size", PP, "context_parallel_size", "expert_model_parallel_size")
+RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+DEPTHS = "mtp_num_layers"
+MEGATRON_NAMES = (*MEGATRON["knobs"], *MEGATRON["settings"], *MEGATRON["ends"], *RECOMPUTE, DEPTHS)
+PROGRAM = r"\.py$|^(train|sft|pt|llm|automodel|[a-z_]+(\.[a-z_]+)+\.\w+)$"
+"""The word before the first argument of a program."""
+
+
+def framework_of(words: Sequence[str]) -> str | None:
+    """Return the framework that a command starts, or None."""
+    return next((name for name, row in TABLES.items() if re.search(row["starts"], " ".join(words))), None)
+
+
+@cache
+def _dialect(framework: str, *, on_megatron: bool) -> Dialect:
+    """Return the keys of a framework, and those of the programs that start it."""
+    row, keys = TABLES[framework], dict[str, Any]()
+    first = row.get("megatron_keys", {}) if on_megatron else {}
+    for name, names in [*first.items(), *row["keys"].items(), *COMMON["keys"].items()]:
+        keys[name] = (*keys.get(name, ()), *names)
+    own = (*SIZES, *(MEGATRON_NAMES if on_megatron else ()))
+    keys = {**{name: (name,) for name in own}, **keys, **{f"refused {name}": (name,) for name in row["refused"]}}
+    tables: dict[str, Any] = {name: {**COMMON[name]} for name in ("harmless", "named", "why")}
+    for name, table in tables.items():
+        for start, ends in row.get(name, {}).items():
+            table[start] = ends if name == "why" else f"{table.get(start, '')} {ends}"
+    return Dialect(
+        starts=row["starts"],
+        keys=keys,
+        defaults={**row["defaults"], **(row.get("megatron_defaults", {}) if on_megatron else {})},
+        **tables,
+        config=CONFIG_FLAGS,
+        program=PROGRAM,
+        presets=row.get("presets", {}),
+    )
+
+
+class Reading(dialect.Reading):
+    """The settings of a command, of the files that it names, and of the variables around it, by meaning."""
+
+    def __init__(self, framework: str, start: Start, directory: Path) -> None:
+        self.row, self.words, self.directory = TABLES[framework], start.words, directory
+        self.text = " ".join(start.words)
+        given = read_given(_dialect(framework, on_megatron=False), start.words, directory)
+        inner = {key.removeprefix("ENV."): value for key, value in given.items() if key.startswith("ENV.")}
+        around = {key.lower(): scalar(str(value)) for key, value in {**start.job, **start.envs, **inner}.items()}
+        mark, variables = self.row.get("megatron", "$^"), {"use_mca", "use_megatron_bridge"}
+        self.on_megatron = bool(re.search(mark, self.text) or mark in given or variables & {*around})
+        super().__init__(_dialect(framework, on_megatron=self.on_megatron), given, around)
+
+    def set_in_command(self, name: str) -> dict[str, Any]:
+        """Return the names of a meaning that are set to other values than off or `auto`, with these."""
+        given = {key: self.given.get(name_of(key)) for key in map(name_of, self.keys[name].names)}
+        return {key: value for key, value in given.items() if value not in (*OFF, "auto")}
+
+    def size(self, name: str) -> int:
+        """Return a number of a meaning, by default 1."""
+        return self.number(name) or 1
+
+    def is_idle(self, name: str) -> bool:
+        return (".pipeline." in name and self.size(PP) == 1) or super().is_idle(name)
+
+
+def kept_framework(spec: Spec) -> str | None:
+    """Return the framework whose command a spec keeps for the real job only, or None."""
+    words = spec.train.command or ()
+    return None if any(CONFIG in word for word in words) else framework_of(words)
+
+
+def reading(spec: Spec) -> Reading:
+    """Return the settings of the command of a spec. Raises SpecError."""
+    words, directory = spec.train.command or (), Path(spec.train.directory or ".")
+    return Reading(framework_of(words) or "", Start(words=words, envs=spec.envs), directory)
+
+
+def refuse_trials(spec: Spec) -> None:
+    """Raise SpecError if a spec keeps a framework's command for the real job only."""
+    if name := kept_framework(spec):
+        problem, fix = _("is {framework}'s, which trials do not start", framework=name), _("use `flag export`")
+        raise SpecError(key="train.command", problem=problem, fix=fix)
