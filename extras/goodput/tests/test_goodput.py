@@ -256,6 +256,19 @@ def test_the_command_prints_tables_and_records(tmp_path: Path) -> None:
     assert records[0]["way"] == "async"
 
 
+def test_a_model_needs_no_spec(tmp_path: Path) -> None:
+    chosen = tmp_path / "chosen.yaml"
+    words = ["--model", "Qwen/Qwen3-8B", "--chip", "H100-SXM", "--nodes", "16", "--set", "job.device_mtbf=rsc-1"]
+    ran = CliRunner().invoke(goodput_command, [*words, "--top", "1", "--json", "-o", str(chosen)])
+    assert ran.exit_code == 0, ran.output
+    (record,) = json.loads(ran.stdout)
+    found = read_spec(chosen)
+    assert found.cluster.nodes == 16
+    assert found.space["pipeline_model_parallel_size"] == (record["candidate"]["pipeline_model_parallel_size"],)
+    for wrong in ([], [str(chosen), "--model", "Qwen/Qwen3-8B"], [str(chosen), "--engine", "deepspeed"]):
+        assert CliRunner().invoke(goodput_command, wrong).exit_code == 2
+
+
 def test_the_chosen_spec_saves_in_the_best_way(tmp_path: Path) -> None:
     file, chosen = tmp_path / "spec.json", tmp_path / "chosen.yaml"
     command = ["torchrun", "--nproc-per-node=8", "pretrain_gpt.py", "--save-interval", "500"]

@@ -212,7 +212,7 @@ def test_a_users_torchrun_trains_on_hosts(
     assert all_clean(bed, everything=True) == []
 
 
-KILLS, STEPS = int(os.environ.get("FLAGCORE_KILLS", "20")), 80
+KILLS, STEPS = int(os.environ.get("FLAGCORE_KILLS", "20")), 160
 """The number of ranks and hosts that are killed, and the steps of the job."""
 GOES_ON = "training goes on with step"
 
