@@ -202,6 +202,9 @@ def _check(
         raise UsageError(_("--stall: a job that hangs is ended to start it again; add --restarts N"))
     if spares and not restarts:
         raise UsageError(_("--spares = {names}: a spare needs a restart; add --restarts N", names=names))
+    if spares and launcher.replaces_hosts:
+        text = N_("--spares = {names}: {launcher} replaces lost hosts itself; omit it")
+        raise UsageError(_(text, names=names, launcher=launcher.name))
     if spares and not launcher.starts_elsewhere:
         raise UsageError(_("--spares = {names}: the job runs on this machine alone; omit it", names=names))
     if twice := [each for each in spares if each in hosts or spares.count(each) > 1]:
