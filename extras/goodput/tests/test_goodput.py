@@ -131,6 +131,9 @@ PUBLISHED_RUNS = {
     # 384 A100 from 2022-03-18 (step 12,695) to 07-04 (94,767); steps of 105.2 s, saves of 40 s every 100 steps; 23
     # failures (1 to 2 a week), and 4 incidents that cost 42 h: bigscience e726b159, train/tr11-176B-ml/chronicles.md
     "BLOOM": (100 * 105.22, 40.0, 108 * DAY / 27, 42 * HOUR / 27, 82_072 * 105.22 / (108 * DAY)),
+    # arXiv 2402.15627, section 6: over 100 restarts in "several weeks", taken as four; 10 minutes until a failure is
+    # noticed and diagnosed, and 15 until the lost work is done again, half of an interval; more than 90%
+    "MegaScale": (1_800.0, 1.0, 28 * DAY / 100, 600.0, 0.9),
     # arXiv 2410.21680, its estimate for N nodes: (1 - N r (u + dt / 2)) / (1 + w / dt), r = 6.5 in 1000 days
     **{
         f"{nodes} nodes of RSC-1": (
