@@ -130,6 +130,7 @@ def _show_dry_run(spec: Any, form: str, given: dict[str, Any]) -> None:
 @click.option("--dry-run", is_flag=True, help="Print the script that would start, and start nothing.")
 @click.option("--restarts", type=click.IntRange(0, 1000), default=0, help="Start training again after failures.")
 @click.option("--spares", default="", metavar="HOSTS", help="Hosts that replace lost ones, separated by commas.")
+@click.option("--stall", type=options.Seconds(1), help="Time without output after which a job hangs [default: 30min].")
 @options.chip(N_("Serve MODEL on this chip, as predicted; auto: the chip of this machine."))
 @click.option("--engine", metavar="NAME", help="Serve MODEL with this engine [default: the first that can start].")
 @options.quiet
@@ -138,9 +139,9 @@ def run_command(run: str, chip: str | None, engine: str | None, spares: str, **g
 
     Your `train.command` replaces this process, without the flags that shorten a trial. Without it, the full command of
     the engine is printed, for you to complete (exit code 2). With --restarts, training goes on from its last checkpoint
-    after a failure, with spares in the places of lost hosts. Servers run as child processes. Their URL is printed when
-    they are ready, and they stop with this process. With --chip or --engine, MODEL (the path of weights) is planned and
-    served.
+    after it fails or hangs, with spares in the places of lost hosts. Servers run as child processes. Their URL is
+    printed when they are ready, and they stop with this process. With --chip or --engine, MODEL (the path of weights)
+    is planned and served.
     """
     given |= {"on_ready": _ready, "spares": [*filter(None, spares.split(","))]}
     if chip is None and engine is None:

@@ -132,11 +132,14 @@ class Launcher(ABC):
         text = N_("--launcher = {launcher} starts trials only on this machine; use ssh, slurm or ray")
         raise UsageError(_(text, launcher=self.name))
 
-    def run_job(self, job: Launch, users: Mapping[str, str], restarts: int, spares: Sequence[str]) -> int:
+    def run_job(
+        self, job: Launch, users: Mapping[str, str], restarts: int, spares: Sequence[str], stall_s: float | None
+    ) -> int:
         """Run a job until it ends, print its output, and return its exit status. By default, raises UsageError.
 
-        After a failure, it starts again, at most `restarts` times, with `spares` in the places of lost hosts. `users`:
-        as in `hold`. Raises HostLost and LaunchError.
+        After a failure, it starts again, at most `restarts` times, with `spares` in the places of lost hosts. A job
+        without output for `stall_s` seconds has failed (None: the launcher's limit). `users`: as in `hold`. Raises
+        HostLost and LaunchError.
         """
         raise UsageError(_("the launcher {launcher} cannot run a job; tune with ssh, slurm or ray", launcher=self.name))
 

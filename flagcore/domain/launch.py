@@ -188,17 +188,6 @@ TAIL_BYTES = 256 * 1024
 LONGEST_LINE, LONGEST_REASON = 4096, 300
 
 
-_ENDED_BY = {
-    "disk": (
-        TrialState.FAILED,
-        N_("its folder exceeded the disk limit; set auto_tuner.control.disk_limit to raise that"),
-    ),
-    "full_disk": (TrialState.FAILED, N_("the disk of its folder is full")),
-    "guard": (TrialState.FAILED, N_("its guard process was killed")),
-    "request": (TrialState.INTERRUPTED, N_("ended on request")),
-}
-
-
 _FULL_DISK = FailurePattern(pattern=r"No space left on device|Disk quota exceeded", state=TrialState.FAILED)
 """Matches the system's messages (strerror) for ENOSPC and EDQUOT."""
 
@@ -232,7 +221,13 @@ def classify(
         "memory": (TrialState.OUT_OF_MEMORY, f"its processes used {peak:.2f} GiB, more than the memory budget"),
         "host": (TrialState.FAILED, redact_text(f"host {ended.detail}", known)[:LONGEST_REASON]),
         "stopped": (TrialState.FAILED, f"{ended.detail} was stopped by a signal (SIGSTOP) and did not continue"),
-        **_ENDED_BY,
+        "disk": (
+            TrialState.FAILED,
+            N_("its folder exceeded the disk limit; set auto_tuner.control.disk_limit to raise that"),
+        ),
+        "full_disk": (TrialState.FAILED, N_("the disk of its folder is full")),
+        "guard": (TrialState.FAILED, N_("its guard process was killed")),
+        "request": (TrialState.INTERRUPTED, N_("ended on request")),
     }
     if ended.ended_by in causes:
         return causes[ended.ended_by]

@@ -474,7 +474,7 @@ def test_json_flags_that_vllm_accepts_pass() -> None:
         json_flags.check({f"{flag}.{key}": value for key, value in json.loads(text).items()})
 
 
-HERE = Path(__file__).parents[4]
+HERE = Path(__file__).parents[3]
 PROGRAM = HERE / ".venv-vllm/bin/vllm"
 ARGS = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 512}
 PATIENCE = 400.0

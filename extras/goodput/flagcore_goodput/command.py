@@ -18,12 +18,18 @@ if TYPE_CHECKING:
     from flagcore.domain.knob import Knobs
 
 TOP = 5
+ENGINE = "megatron"
+"""The engine that trains a model without a spec."""
 OUTPUT = N_("Write the spec of the first candidate, with the flags of its saves in train.command.")
 CSV = {each: each for each in ("number", "way", "step_time_s", "tokens_per_second")}
 
 
 @click.command("goodput")
-@click.argument("where", type=click.Path(exists=True, path_type=Path), metavar="SPEC|RUN")
+@click.argument("where", required=False, type=click.Path(exists=True, path_type=Path), metavar="[SPEC|RUN]")
+@click.option("--model", metavar="MODEL", help=N_("This model instead of SPEC: a path or public name."))
+@click.option("--engine", metavar="NAME", help=N_("With --model: engine [default: megatron]."))
+@click.option("--nodes", type=click.IntRange(1), help=N_("Number of hosts [default: of SPEC, else 1]."))
+@click.option("--devices", type=click.IntRange(1), help=N_("Devices per host [default: of SPEC, else all]."))
 @click.option("--top", type=click.IntRange(min=1), default=TOP, show_default=True, help="Number of candidates to list.")
 @options.chip()
 @options.plugins
@@ -31,7 +37,11 @@ CSV = {each: each for each in ("number", "way", "step_time_s", "tokens_per_secon
 @options.raw_settings
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help=OUTPUT)
 def goodput_command(
-    where: Path,
+    where: Path | None,
+    model: str | None,
+    engine: str | None,
+    nodes: int | None,
+    devices: int | None,
     top: int,
     chip: str | None,
     without: Collection[str],
@@ -44,8 +54,11 @@ def goodput_command(
     The section job of the spec says what is known about the job. For what is unknown, stderr shows from where it
     matters.
     """
+    sizes = {"nodes": nodes, "devices_per_node": devices}
+    settings = (*settings, *(f"cluster.{key}={value}" for key, value in sizes.items() if value is not None))
+    source = _source(where, model, engine, chip)
     with options.patience(_("flag: predicting the candidates")):
-        records, notes, knobs = goodput(where, top, chip, without, settings)
+        records, notes, knobs = goodput(source, top, chip, without, settings)
     if form != "table":
         options.show_records(records, form, CSV)
     else:
@@ -55,10 +68,23 @@ def goodput_command(
     if output is not None:
         from flagcore.report.formats import as_yaml
 
-        options.write_file(output, as_yaml(chosen_spec(where, records[0], settings)) + "\n")
+        options.write_file(output, as_yaml(chosen_spec(source, records[0], settings)) + "\n")
 
 
-def chosen_spec(where: Path, record: Mapping[str, Any], settings: Sequence[str] = ()) -> dict[str, Any]:
+def _source(where: Path | None, model: str | None, engine: str | None, chip: str | None) -> SpecLike:
+    """Return the spec or run of a command, or a new spec for its model. Raises UsageError, SpecError."""
+    if (where is None) == (model is None):
+        raise click.UsageError(_("one of SPEC, RUN and --model is required"))
+    if where is not None:
+        if engine is not None:
+            raise click.UsageError(_("--engine requires --model; with SPEC, use --set"))
+        return where
+    from flagcore.api import spec_of_model
+
+    return spec_of_model(str(model), engine=engine or ENGINE, chip=chip)
+
+
+def chosen_spec(where: SpecLike, record: Mapping[str, Any], settings: Sequence[str] = ()) -> dict[str, Any]:
     """Return the spec of the candidate of a record. Flags of its best way to save are added to `train.command`.
 
     Raises UsageError if the command is a script, whose programs would not get them.
@@ -68,7 +94,9 @@ def chosen_spec(where: Path, record: Mapping[str, Any], settings: Sequence[str] 
     from flagcore.api.inputs import spec_data, with_absolute_paths, with_settings
     from flagcore.api.runs import SPEC
 
-    file, data = spec_data(with_settings(where / SPEC if where.is_dir() else where, settings))
+    file, data = spec_data(
+        with_settings(where / SPEC if isinstance(where, Path) and where.is_dir() else where, settings)
+    )
     data, words = with_absolute_paths(data, file.parent), shlex.split(record["ways"][record["way"]]["settings"])
     if data["train"].get("command") and words[0].startswith("--"):
         if is_script(data["train"]["command"], data["train"].get("directory")):

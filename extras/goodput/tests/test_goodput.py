@@ -131,6 +131,9 @@ PUBLISHED_RUNS = {
     # 384 A100 from 2022-03-18 (step 12,695) to 07-04 (94,767); steps of 105.2 s, saves of 40 s every 100 steps; 23
     # failures (1 to 2 a week), and 4 incidents that cost 42 h: bigscience e726b159, train/tr11-176B-ml/chronicles.md
     "BLOOM": (100 * 105.22, 40.0, 108 * DAY / 27, 42 * HOUR / 27, 82_072 * 105.22 / (108 * DAY)),
+    # arXiv 2402.15627, section 6: over 100 restarts in "several weeks", taken as four; 10 minutes until a failure is
+    # noticed and diagnosed, and 15 until the lost work is done again, half of an interval; more than 90%
+    "MegaScale": (1_800.0, 1.0, 28 * DAY / 100, 600.0, 0.9),
     # arXiv 2410.21680, its estimate for N nodes: (1 - N r (u + dt / 2)) / (1 + w / dt), r = 6.5 in 1000 days
     **{
         f"{nodes} nodes of RSC-1": (
@@ -254,6 +257,19 @@ def test_the_command_prints_tables_and_records(tmp_path: Path) -> None:
     records = json.loads(CliRunner().invoke(goodput_command, [str(file), "--json"]).stdout)
     assert len(records) == 5
     assert records[0]["way"] == "async"
+
+
+def test_a_model_needs_no_spec(tmp_path: Path) -> None:
+    chosen = tmp_path / "chosen.yaml"
+    words = ["--model", "Qwen/Qwen3-8B", "--chip", "H100-SXM", "--nodes", "16", "--set", "job.device_mtbf=rsc-1"]
+    ran = CliRunner().invoke(goodput_command, [*words, "--top", "1", "--json", "-o", str(chosen)])
+    assert ran.exit_code == 0, ran.output
+    (record,) = json.loads(ran.stdout)
+    found = read_spec(chosen)
+    assert found.cluster.nodes == 16
+    assert found.space["pipeline_model_parallel_size"] == (record["candidate"]["pipeline_model_parallel_size"],)
+    for wrong in ([], [str(chosen), "--model", "Qwen/Qwen3-8B"], [str(chosen), "--engine", "deepspeed"]):
+        assert CliRunner().invoke(goodput_command, wrong).exit_code == 2
 
 
 def test_the_chosen_spec_saves_in_the_best_way(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 On one host, torchrun starts its processes again in place (PET_MAX_RESTARTS is its option --max-restarts). On several
 hosts, the agents start all torchruns again: with the static rendezvous, which keeps the order of the hosts, a torchrun
-does not learn that the processes of another one have failed.
+does not learn that the processes of another one have failed. A job whose processes hang prints nothing: after a time
+without output it is ended on all hosts, and started again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +31,9 @@ from flagcore_hosts.launching import HostsRunning, HostTrials
 PERIOD_SECONDS = 0.5
 WAIT_SECONDS, PAUSE_SECONDS = 300.0, 5.0
 """How long to wait for lost hosts if there is no spare: as by default in a search; and the pause between attempts."""
+STALL_SECONDS, SILENCES = 1800.0, 10.0
+"""How long a job may print nothing by default: as long as collectives of torch wait (`default_pg_timeout`), and at
+least so many times as long as it did before."""
 LATE_SECONDS = 2.0
 """Lines of ended processes arrive at most so late; those of new ones come later, because they first import torch."""
 STEP = re.compile(rb"(?i)\b(?:iteration|iter|step)s?\b[\s:=#]*(\d+)")
@@ -70,6 +75,8 @@ class Progress:
     """Restarts by torchrun."""
     last: int | None = None
     """The latest step, of this start or the one before."""
+    done: int = 0
+    """Lines with a step, of all starts."""
     repeated: int = 0
     """Steps that were done twice or more."""
     failed_at: float | None = None
@@ -103,7 +110,7 @@ class Progress:
         self.fail()
 
     def _step(self, step: int) -> Iterator[str]:
-        since = math.inf if self.failed_at is None else time.monotonic() - self.failed_at
+        since, self.done = math.inf if self.failed_at is None else time.monotonic() - self.failed_at, self.done + 1
         if since < self.late_s:
             self.last = max(step, self.last or 0)
             return
@@ -115,25 +122,58 @@ class Progress:
         self.last, self.failed_at = step, None
 
 
+@dataclass
+class Silence:
+    """Decides whether a job hangs: it prints nothing for longer than `limit_s`."""
+
+    given_s: float | None = None
+    """The time that the user set. None: STALL_SECONDS, or SILENCES times `longest_s`."""
+    longest_s: float = 0.0
+    """The longest time between two outputs."""
+    factor: float = 1.0
+    """Is doubled when a start hangs before its first step. A start that only takes long is then not ended for ever."""
+    heard_at: float = 0.0
+    """When the job started or printed something, on the monotonic clock."""
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds without output after which the job hangs."""
+        return self.factor * (self.given_s or max(STALL_SECONDS, SILENCES * self.longest_s))
+
+    def lasts(self, *, heard: bool) -> float:
+        """Return the seconds since the last output. `heard`: whether there is new output."""
+        seconds = time.monotonic() - self.heard_at
+        if heard:
+            self.longest_s, self.heard_at = max(self.longest_s, seconds), time.monotonic()
+        return 0.0 if heard else seconds
+
+
 def run_job(
-    launcher: HostTrials, job: Launch, users: Mapping[str, str], restarts: int, spares: Sequence[str] = ()
+    launcher: HostTrials,
+    job: Launch,
+    users: Mapping[str, str],
+    restarts: int,
+    spares: Sequence[str] = (),
+    stall_s: float | None = None,
 ) -> int:
     """Run a job as `Launcher.run_job` describes. Raises UsageError for spares that it cannot use."""
     count, names = len(job.hosts), [each.rpartition("@")[2] for each in spares]
     found = tuple(each for each in launcher.find_hosts(count) if each not in names) or job.hosts
-    _check(launcher, found[:count], names, restarts)
+    _check(launcher, found[:count], names, restarts, stall_s)
     users = {**users, **{each.rpartition("@")[2]: each.rpartition("@")[0] for each in spares if "@" in each}}
     hosts = launcher.hold((*found[:count], *names), users)
     if restarts and (advice := no_checkpoints(job)):
         warn([f"flag: {advice}"])
     progress, used, starts = Progress(is_alone=bool(restarts) and count == 1), 0, 0
+    silence = Silence(stall_s if restarts else math.inf)
     with launcher.keep_agents():
         while True:
             variables = {"PET_MAX_RESTARTS": str(restarts - used), **ALONE} if progress.is_alone else {}
-            given = replace(job, environment={**variables, **job.environment})
+            printing = {"PYTHONUNBUFFERED": "1"} if restarts else {}
+            given = replace(job, environment={**printing, **variables, **job.environment})
             running = _start(launcher, given, hosts, wait=starts > 0)
             hosts = (*running.launch.hosts, *(each for each in hosts if each not in running.launch.hosts))
-            ended = _follow(running, progress)
+            ended = _follow(running, progress, silence)
             if not (ended.code or ended.ended_by):
                 break
             starts += 1
@@ -153,11 +193,18 @@ def run_job(
     return 0
 
 
-def _check(launcher: HostTrials, hosts: Sequence[str], spares: Sequence[str], restarts: int) -> None:
+def _check(
+    launcher: HostTrials, hosts: Sequence[str], spares: Sequence[str], restarts: int, stall_s: float | None
+) -> None:
     """Raise UsageError for spares without restarts, of a job on this machine, or that are hosts of the job."""
     names = ",".join(spares)
+    if stall_s and not restarts:
+        raise UsageError(_("--stall: a job that hangs is ended to start it again; add --restarts N"))
     if spares and not restarts:
         raise UsageError(_("--spares = {names}: a spare needs a restart; add --restarts N", names=names))
+    if spares and launcher.replaces_hosts:
+        text = N_("--spares = {names}: {launcher} replaces lost hosts itself; omit it")
+        raise UsageError(_(text, names=names, launcher=launcher.name))
     if spares and not launcher.starts_elsewhere:
         raise UsageError(_("--spares = {names}: the job runs on this machine alone; omit it", names=names))
     if twice := [each for each in spares if each in hosts or spares.count(each) > 1]:
@@ -188,19 +235,37 @@ def _start(launcher: HostTrials, job: Launch, hosts: Sequence[str], *, wait: boo
             time.sleep(PAUSE_SECONDS)
 
 
-def _follow(running: HostsRunning, progress: Progress) -> Exit:
-    """Print the output of a job until it ends, and return how it ended. If this is interrupted, the job is ended."""
+def _follow(running: HostsRunning, progress: Progress, silence: Silence) -> Exit:
+    """Print the output of a job until it ends or hangs, and return how it ended.
+
+    A job that hangs is ended, and so is one in which this is interrupted.
+    """
     out, err = (os.path.join(running.launch.folder, name) for name in LOGS)
+    silence.heard_at = time.monotonic()
     try:
         with open(out, "rb") as output, open(err, "rb") as errors:
-            ended = None
+            ended, done = None, progress.done
             while ended is None:
                 ended = running.wait(PERIOD_SECONDS)
+                heard = False
                 for number, (log, stream) in enumerate(((output, sys.stdout), (errors, sys.stderr))):
                     data = log.read()
+                    heard = heard or bool(data)
                     stream.buffer.write(data)
                     stream.flush()
                     warn(progress.read(number, data))
+                if ended is None and (seconds := silence.lasts(heard=heard)) > silence.limit_s:
+                    silence.factor *= 1.0 if progress.done > done else 2.0
+                    ended = _end_hung(running, seconds)
         return ended
     finally:
         running.stop()
+
+
+def _end_hung(running: HostsRunning, seconds: float) -> Exit:
+    """End a job that has printed nothing for some seconds, and return how it ended."""
+    text = N_("flag: nothing was printed for {seconds:.0f} s; the job hangs, and is ended (--stall)")
+    warn([_(text, seconds=seconds)])
+    ended = running.stop()
+    has_failed = (ended.code or ended.ended_by) and not ended.lost_host
+    return replace(ended, code=-signal.SIGTERM, ended_by="stall", detail="") if has_failed else ended

@@ -85,8 +85,10 @@ class HostsLauncher(HostTrials):
             warn([network.note])
         return [_record(report, reports, speeds.get(report.host)) for report in reports]
 
-    def run_job(self, job: Launch, users: Mapping[str, str], restarts: int, spares: Sequence[str]) -> int:
-        return run_job(self, job, users, restarts, spares)
+    def run_job(
+        self, job: Launch, users: Mapping[str, str], restarts: int, spares: Sequence[str], stall_s: float | None
+    ) -> int:
+        return run_job(self, job, users, restarts, spares, stall_s)
 
 
 def _record(report: HostReport, reports: Sequence[HostReport], speed: HostSpeed | None) -> dict[str, Any]:

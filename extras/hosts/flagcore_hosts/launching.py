@@ -65,6 +65,8 @@ class HostTrials(Launcher):
     agents: Agents | None = None
     starts_elsewhere = True
     """Whether trials start on other machines."""
+    replaces_hosts = False
+    """Whether the launcher itself finds another machine for a lost host."""
     fix = "list them in cluster.hostfile"
     """The advice in the message if there are no hosts."""
 

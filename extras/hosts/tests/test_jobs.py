@@ -3,12 +3,13 @@
 import base64
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 from flagcore_hosts import agent
 from flagcore_hosts import job as jobs
-from flagcore_hosts.job import Progress, no_checkpoints, run_job
+from flagcore_hosts.job import SILENCES, STALL_SECONDS, Progress, Silence, no_checkpoints, run_job
 from flagcore_hosts.launcher import HERE, HostsLauncher
 
 from extras.hosts.tests.test_trials import launcher, mark, processes
@@ -59,6 +60,31 @@ def test_a_job_starts_again_from_its_checkpoint_and_the_lost_steps_are_counted(
     assert steps == [1, 2, 3, 4, 5, 4, 5, 6, 7, 8, 9]
     assert [line for line in messages if "steps lost: 2" in line]
     assert not processes(mark)
+
+
+@pytest.mark.slow
+def test_a_job_that_hangs_is_ended_and_goes_on(tmp_path: Path, mark: str, messages: list[str]) -> None:
+    hangs = "[ $step = 5 ] && mkdir once 2> /dev/null && while :; do sleep 1; done || :"
+    assert run_job(launcher(), training(tmp_path, hangs, ("a",)), {}, restarts=1, stall_s=2.0) == 0
+    assert [line for line in messages if "--stall" in line], messages
+    assert [line for line in messages if "steps lost: 2" in line], messages
+
+
+@pytest.mark.slow
+def test_a_job_that_hangs_without_restarts_left_has_failed(tmp_path: Path, mark: str, messages: list[str]) -> None:
+    job = training(tmp_path, "sleep 1000 & wait", ("a",))
+    assert run_job(launcher(), job, {}, restarts=1, stall_s=0.7) == 128 + 15
+
+
+def test_the_limit_of_a_silence_grows_with_silences_and_after_starts_without_a_step() -> None:
+    silence = Silence()
+    assert silence.limit_s == STALL_SECONDS
+    silence.heard_at = time.monotonic() - 600.0
+    assert silence.lasts(heard=False) >= 600.0
+    assert silence.lasts(heard=True) == 0.0
+    assert silence.limit_s == pytest.approx(SILENCES * 600.0, rel=0.01)
+    silence = Silence(5.0, factor=2.0)
+    assert silence.limit_s == 10.0
 
 
 @pytest.mark.slow

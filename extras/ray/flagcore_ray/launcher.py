@@ -20,6 +20,8 @@ HUB = Hub("ray", "flagcore_ray.hub")
 class RayLauncher(HostsLauncher):
     """Starts trials on the nodes of a Ray cluster."""
 
+    replaces_hosts = True
+
     def find_hosts(self, nodes: int, /) -> tuple[str, ...]:
         """Return placeholders for `nodes` hosts, which `hold` replaces. A plan needs no cluster."""
         return tuple(f"{ANY}{number}" for number in range(1, nodes + 1))

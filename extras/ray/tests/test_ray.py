@@ -1,11 +1,14 @@
 """The ray launcher on a real Ray cluster: a head and four nodes, each with a loopback address of its own."""
 
+import dataclasses
 import json
 import os
 import secrets
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from extras.hosts.tests.cluster.conftest import SPEC
 from flagcore import api
 from flagcore.contracts import Event
 from flagcore.domain.launch import Launch
-from flagcore.errors import NoDevice
+from flagcore.errors import NoDevice, UsageError
 from tests.launchers.processes import ended, marked, within
 from tests.product.cli.conftest import TRAIN
 
@@ -153,6 +156,43 @@ def test_another_node_replaces_one_that_dies(cluster: dict[str, Any], tmp_path: 
     assert {trial["state"] for trial in trials} == {"measured"}
     assert lost[0] not in hosts[-1]
     assert len(hosts[-1]) == 2
+
+
+STEPS = """\
+step=$(cat saved 2> /dev/null || echo 0)
+while [ $step -lt 20 ]; do
+  step=$((step + 1)); echo "iteration $step of $NODE_RANK"
+  [ $NODE_RANK = 0 ] && echo $step > new && mv new saved
+  sleep 0.5
+done || :
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_job_goes_on_after_its_node_is_lost(
+    cluster: dict[str, Any], mark: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    argv = ("sh", "-c", STEPS)
+    job = Launch(argv=argv, folder=str(tmp_path / "job"), directory=str(tmp_path), hosts=("any-1", "any-2"))
+    job = dataclasses.replace(job, environment={"TEST_MARK": mark})
+    with pytest.raises(UsageError, match="replaces lost hosts itself"):
+        LAUNCHER.run_job(job, {}, 2, ["127.0.0.5"], None)
+    lost = list[str]()
+
+    def lose() -> None:
+        assert within(60, (tmp_path / "saved").exists)
+        time.sleep(2.0)
+        lost.append(json.loads((tmp_path / "job" / "launch.json").read_text())["hosts"][1])
+        cluster["cluster"].remove_node(cluster.pop(lost[0]), allow_graceful=False)
+
+    losing = threading.Thread(target=lose)
+    losing.start()
+    assert LAUNCHER.run_job(job, {}, 2, [], None) == 0
+    losing.join()
+    hosts = json.loads((tmp_path / "job" / "launch.json").read_text())["hosts"]
+    assert (len(hosts), lost[0] in hosts) == (2, False)
+    assert "training goes on with step" in caplog.text
+    cluster[lost[0]] = cluster["cluster"].add_node(num_cpus=1, node_ip_address=lost[0], object_store_memory=80_000_000)
 
 
 @pytest.mark.parametrize("gracefully", [True, False])

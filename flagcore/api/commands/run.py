@@ -48,14 +48,15 @@ def run_best(
     dry_run: bool = False,
     restarts: int = 0,
     spares: Sequence[str] = (),
+    stall: float | None = None,
 ) -> NoReturn:
     """Start the best configuration of a run, or with `dry_run` print the script that starts it.
 
     Training replaces this process, or runs on the hosts of the run, and with `restarts` here, as `Launcher.run_job`
-    does. Servers are child processes, which stop when this process ends. `on_ready` is called with their URL once they
-    respond. `port`: that of the servers, in place of their default. `stdout` is a file descriptor for their output.
-    Raises `no_best_error` if the run has no best configuration, UsageError if it cannot be started, or after its
-    command is printed, because the user has to complete it, and HostLost if a host is lost.
+    does, which describes `stall`. Servers are child processes, which stop when this process ends. `on_ready` is called
+    with their URL once they respond. `port`: that of the servers, in place of their default. `stdout` is a file
+    descriptor for their output. Raises `no_best_error` if the run has no best configuration, UsageError if it cannot be
+    started, or after its command is printed, because the user has to complete it, and HostLost if a host is lost.
     """
     launch = _saved_launch(run_dir)
     ready, missing, folder = launch["ready"], str(launch["missing"]), launch["directory"]
@@ -65,8 +66,8 @@ def run_best(
             raise UsageError(_("{path} is missing; restore it, or tune again with --new", path=path))
     if port is not None and not ready:
         raise UsageError(_("--port: the best configuration of {run} is no server that starts here", run=run_dir))
-    if (restarts or spares) and ready:
-        raise UsageError(_("--restarts, --spares: the best configuration of {run} is a server", run=run_dir))
+    if (restarts or spares or stall) and ready:
+        raise UsageError(_("--restarts, --spares, --stall: the best configuration of {run} is a server", run=run_dir))
     if dry_run or missing:
         (sys.stderr if stdout == 2 else sys.stdout).write(Path(argv[1]).read_text(encoding="utf-8"))
     sys.stdout.flush()
@@ -80,8 +81,8 @@ def run_best(
         sys.exit(_serve(server, 1 if stdout is None else stdout, on_ready or str))
     if stdout is not None:
         os.dup2(stdout, 1)
-    if launch["hosts"] or restarts or spares:
-        sys.exit(_run_job(Path(argv[1]), launch, restarts, spares))
+    if launch["hosts"] or restarts or spares or stall:
+        sys.exit(_run_job(Path(argv[1]), launch, restarts, spares, stall))
     warn([_("training the best configuration of {run}; files go to {folder}", run=run_dir, folder=launch["folder"])])
     os.execvp(argv[0], argv)
 
@@ -130,8 +131,8 @@ def _saved_launch(run_dir: Path | str) -> dict[str, Any]:
         raise RunError(_(text, file=file, reason=reason)) from None
 
 
-def _run_job(script: Path, launch: Mapping[str, Any], restarts: int, spares: Sequence[str]) -> int:
-    """Run a script on the hosts of a run, or under an agent here, as `Launcher.run_job` does."""
+def _run_job(script: Path, launch: Mapping[str, Any], *how: Any) -> int:
+    """Run a script on the hosts of a run, or under an agent here. `how`: the last arguments of `Launcher.run_job`."""
     hosts, folder = launch["hosts"], script.parent / "best" / "hosts"
     text, secrets = script.read_text(encoding="utf-8"), folder.parent / SECRETS
     folder.mkdir(exist_ok=True)
@@ -140,7 +141,7 @@ def _run_job(script: Path, launch: Mapping[str, Any], restarts: int, spares: Seq
         text = text.replace(SECRETS_HERE, shlex.quote(str(folder / SECRETS)))
     job = Launch(argv=("sh", "-c", text, str(script)), folder=str(folder), hosts=hosts or ("localhost",))
     job = replace(job, directory=launch["directory"], timeout_seconds=math.inf, disk_limit_bytes=1 << 62)
-    return plugins.launcher(launch["launcher"] if hosts else "here").run_job(job, launch["users"], restarts, spares)
+    return plugins.launcher(launch["launcher"] if hosts else "here").run_job(job, launch["users"], *how)
 
 
 def _on_port(launch: Launch, port: int | None) -> Launch:

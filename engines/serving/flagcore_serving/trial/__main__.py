@@ -25,7 +25,7 @@ from flagcore_serving.launch.reports import ServerReports
 from flagcore_serving.launch.server import TrialJob, log_name, read_job
 from flagcore_serving.load.routing import ENCODE
 from flagcore_serving.trial.answers import FILE as ANSWERS_FILE
-from flagcore_serving.trial.answers import LEAST_S, MOST, SHARE, ask
+from flagcore_serving.trial.answers import SHARE, ask
 from flagcore_serving.trial.failures import TrialFailure, log_text, report, wait_until_quiet
 from flagcore_serving.trial.loads import LoadRunner, counters
 from flagcore_serving.trial.servers import (
@@ -86,12 +86,11 @@ def run(job: TrialJob, folder: Path, began: float | None = None) -> None:
     with running_servers(job, reports, folder, deadline) as servers:
         effective = _read_back(job, reports, servers)
         runner = LoadRunner(job, reports, servers, folder, deadline)
-        load_began = time.monotonic()
         points = runner.points()
         ended = time.monotonic()
-        if job.answers and not runner.is_slow and not runner.prefill and ended + LEAST_S < deadline:
-            seconds = min(max(SHARE * (ended - load_began), LEAST_S), (deadline - ended) / (2.0 * MOST))
-            found = ask(runner.targets, runner.model, job.loads[0], job.vocab_size, seconds)
+        if job.answers and not runner.is_slow and not runner.prefill and ended < deadline:
+            seconds = SHARE * (ended - (now if began is None else began))
+            found = ask(runner.targets, runner.model, job.loads[0], job.vocab_size, seconds, deadline - ended)
             (folder / ANSWERS_FILE).write_text(json.dumps(found), encoding="utf-8")
         metrics = {
             "schema_version": 1,

@@ -7,9 +7,10 @@ them alone: the difference between both is the engine's own noise between batch 
 import asyncio
 import json
 import statistics
+import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from flagcore_serving.load.traffic import prompts, traffic
 FILE = "answers.json"
 PROMPTS, ALONE, TOKENS, CHOICES = 64, 8, 8, 5
 """The numbers of prompts that are sent at once, and alone; of tokens of an answer; and of likely tokens at each."""
-SHARE, LEAST_S, LEAST, MOST = 0.05, 1.0, 4, 5.0
-"""The share of the load's time that the prompts may take in each of both ways, and the least time in seconds. It may be
-MOST times as long until the LEAST number of prompts is answered."""
+SHARE, ALONE_SHARE = 0.1, 0.3
+"""The share of a trial's time, with its start, that the answers may take; and the share of this for prompts alone."""
+ALONE_LEAST, LEAST = 1, 2
+"""The least numbers of prompts alone, and at once, whatever their time."""
 LEAST_NOISE, MOST_NOISES = 4e-3, 5.0
 """The least noise of a log-probability, and the largest mean difference that counts as noise, in noises.
 
@@ -44,10 +46,13 @@ Answer = list[tuple[str, float, dict[str, float]]]
 """For each token of an answer: the token, its log-probability, and those of the likely tokens at its place."""
 
 
-def ask(targets: Sequence[Target], model: str, load: Load, vocab_size: int, seconds: float) -> dict[str, Any]:
-    """Return the answers of servers to prompts sent at once and alone; None for those that came too late.
+def ask(
+    targets: Sequence[Target], model: str, load: Load, vocab_size: int, seconds: float, left_s: float
+) -> dict[str, Any]:
+    """Return the answers of servers to the first prompts, sent alone and at once, and the `seconds` that they took.
 
-    `seconds`: the time of each of both. If servers do not state log-probabilities, the result is the `problem`.
+    `seconds`: the time for as many prompts as possible; the least number of them may take `left_s`. If servers do not
+    state log-probabilities in time, the result is the `problem`.
     """
     urls = [each.url for each in targets if each.path == COMPLETIONS]
     if not urls:
@@ -61,40 +66,59 @@ def ask(targets: Sequence[Target], model: str, load: Load, vocab_size: int, seco
     tokens = min(TOKENS, int(requests.output_len.min()))
     body = {"model": model, "max_tokens": tokens, "temperature": 0, "logprobs": CHOICES, "ignore_eos": True}
     bodies = [json.dumps({**body, "prompt": each}).encode() for each in sent[:PROMPTS]]
+    asked, began = _Asked(urls, bodies, load.concurrency or len(bodies)), time.monotonic()
     try:
-        at_once = asyncio.run(_answers(urls, bodies, load.concurrency or len(bodies), seconds))
-        alone = asyncio.run(_answers(urls[:1], bodies[:ALONE], 1, seconds))
+        asyncio.run(asyncio.wait_for(asked.ask(seconds), left_s))
+    except asyncio.TimeoutError:
+        if not asked.at_once:
+            return {"problem": f"its servers answered too few prompts in {left_s:.0f} s; set a higher time limit"}
     except (RequestFailed, *INVALID) as error:
         return {"problem": f"{type(error).__name__}: {error}"[:200]}
-    return {"at_once": at_once, "alone": alone}
+    return {"at_once": asked.at_once, "alone": asked.alone, "seconds": time.monotonic() - began}
 
 
 INVALID = (LookupError, TypeError, ValueError, AttributeError)
 
 
-async def _answers(urls: Sequence[str], bodies: Sequence[bytes], width: int, seconds: float) -> list[Answer | None]:
-    """Send prompts, `width` at once, to one server after the other. Raises RequestFailed, or INVALID for others."""
-    from flagcore_serving.load.client import post, session  # importing aiohttp is slow, and plans do not need it
+@dataclass
+class _Asked:
+    """Answers to the first prompts. `bodies`: a request for each prompt. `width`: how many a load sends at once."""
 
-    found: list[Answer | None] = [None] * len(bodies)
-    slots = asyncio.Semaphore(width)
+    urls: Sequence[str]
+    bodies: Sequence[bytes]
+    width: int
+    alone: list[Answer] = field(default_factory=list)
+    at_once: list[Answer] = field(default_factory=list)
 
-    async def send(place: int) -> None:
-        async with slots:
-            found[place] = read_answer(await post(http, urls[place % len(urls)] + COMPLETIONS, bodies[place]))
+    async def ask(self, seconds: float) -> None:
+        """Ask in about `seconds`, but ALONE_LEAST alone and LEAST at once. Raises RequestFailed, or INVALID for others.
 
-    async with session() as http:
-        tasks = [asyncio.create_task(send(place)) for place in range(len(bodies))]
-        await asyncio.wait(tasks, timeout=seconds)
-        end = asyncio.get_running_loop().time() + (MOST - 1.0) * seconds
-        while sum(each.done() for each in tasks) < min(LEAST, len(tasks)) and asyncio.get_running_loop().time() < end:
-            await asyncio.sleep(seconds / 10.0)
-        late = [each for each in tasks if not each.done() and each.cancel()]
-        await asyncio.gather(*late, return_exceptions=True)
-        for each in tasks:
-            if each not in late:
-                each.result()
-    return found
+        The time of prompts at once is that of as many alone until a group of them was measured.
+        """
+        from flagcore_serving.load.client import session  # importing aiohttp is slow, and plans do not need it
+
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        async with session() as self.http:
+            each_s = 0.0
+            while len(self.alone) < min(ALONE, len(self.bodies)) and (
+                len(self.alone) < ALONE_LEAST or clock() - began + each_s < seconds * ALONE_SHARE
+            ):
+                self.alone.append(await self._send(len(self.alone)))
+                each_s = (clock() - began) / len(self.alone)
+            while left := range(len(self.at_once), len(self.bodies)):
+                fits = max(int((seconds - clock() + began) / each_s), LEAST - len(self.at_once))
+                if fits < 1:
+                    break
+                sent_at, places = clock(), left[: min(fits, self.width)]
+                self.at_once += await asyncio.gather(*map(self._send, places))
+                each_s = (clock() - sent_at) / len(places)
+
+    async def _send(self, place: int) -> Answer:
+        from flagcore_serving.load.client import post
+
+        url = self.urls[place % len(self.urls)] + COMPLETIONS
+        return read_answer(await post(self.http, url, self.bodies[place]))
 
 
 def read_answer(text: bytes) -> Answer:
@@ -136,7 +160,7 @@ def _load(folder: str) -> tuple[dict[str, Any], str]:
     return {}, "the trial had no time to ask for any"
 
 
-def divergence(own: Sequence[Answer | None], base: Sequence[Answer | None]) -> tuple[float, float, int]:
+def divergence(own: Sequence[Answer], base: Sequence[Answer]) -> tuple[float, float, int]:
     """Return the mean difference of log-probabilities up to the first other token, and the mean number of tokens before
     it, and the number of compared answers.
 
@@ -144,8 +168,6 @@ def divergence(own: Sequence[Answer | None], base: Sequence[Answer | None]) -> t
     """
     differences, equal = list[float](), list[int]()
     for mine, theirs in zip(own, base, strict=False):
-        if mine is None or theirs is None:
-            continue
         same = 0
         for (token, value, _), (base_token, base_value, likely) in zip(mine, theirs, strict=False):
             other = likely.get(token, min(likely.values(), default=base_value))

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from flagcore_serving.job import Load
 from flagcore_serving.load.result import Target
-from flagcore_serving.trial.answers import ALONE, FILE, PROMPTS, TOKENS, ask, compared, divergence, read_answer
+from flagcore_serving.trial.answers import ALONE, FILE, LEAST, PROMPTS, TOKENS, ask, compared, divergence, read_answer
 
 from flagcore.errors import FlagError
 from tests import tasks
@@ -40,7 +41,7 @@ def test_both_forms_of_log_probabilities_are_read() -> None:
     ],
 )
 def test_the_divergence_ends_with_the_first_other_token(own: Any, difference: float, equal: float) -> None:
-    found = divergence([own, None], [answer(-1.0, -1.0), answer(-1.0)])
+    found = divergence([own], [answer(-1.0, -1.0), answer(-1.0)])
     assert found == (pytest.approx(difference), equal, 1)
 
 
@@ -79,6 +80,8 @@ def test_knobs_that_change_answers_need_a_comparison(tmp_path: Path) -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
+    seconds = 0.0
+
     def log_message(self, *_: object) -> None:
         pass
 
@@ -86,6 +89,7 @@ class Handler(BaseHTTPRequestHandler):
         count = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["max_tokens"]
         found = {"tokens": ["a"] * count, "token_logprobs": [-1.0] * count, "top_logprobs": [{"a": -1.0}] * count}
         body = json.dumps({"choices": [{"logprobs": found}]}).encode()
+        time.sleep(self.seconds)
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -109,13 +113,25 @@ LOADS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("load", LOADS)
 def test_prompts_of_any_load_are_asked(target: Target, load: dict[str, Any]) -> None:
-    found = ask([target], "m", Load(**{"input_len": 16, "output_len": 20, **load}), 1000, 30.0)
-    assert {name: len(each) for name, each in found.items()} == {"at_once": PROMPTS, "alone": ALONE}
+    found = ask([target], "m", Load(**{"input_len": 16, "output_len": 20, **load}), 1000, 30.0, 60.0)
+    assert (len(found["at_once"]), len(found["alone"])) == (PROMPTS, ALONE)
     assert {len(each) for each in found["at_once"]} == {min(TOKENS, load.get("output_len", TOKENS))}
 
 
 def test_prompts_of_a_file_are_asked(target: Target, tmp_path: Path) -> None:
     (tmp_path / "own.jsonl").write_text('{"prompt": "hello", "output_length": 4}\n' * 3)
-    found = ask([target], "m", Load(trace=str(tmp_path / "own.jsonl"), concurrency=2), 1000, 30.0)
+    found = ask([target], "m", Load(trace=str(tmp_path / "own.jsonl"), concurrency=2), 1000, 30.0, 60.0)
     assert [len(each) for each in found["at_once"]] == [4] * 3
-    assert "problem" in ask([], "m", Load(input_len=4, output_len=4, num_prompts=1), 1000, 30.0)
+    assert "problem" in ask([], "m", Load(input_len=4, output_len=4, num_prompts=1), 1000, 30.0, 60.0)
+
+
+@pytest.mark.slow
+def test_a_short_trial_of_a_slow_server_has_few_prompts(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Load(input_len=4, output_len=4, num_prompts=8, concurrency=8)
+    monkeypatch.setattr(Handler, "seconds", 0.3)
+    found = ask([target], "m", load, 1000, 1.2, 60.0)
+    assert len(found["alone"]) == 1
+    assert LEAST <= len(found["at_once"]) < PROMPTS
+    few = ask([target], "m", load, 1000, 0.01, 60.0)
+    assert (len(few["alone"]), len(few["at_once"])) == (1, LEAST)
+    assert "problem" in ask([target], "m", load, 1000, 0.01, 0.1)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -212,7 +213,7 @@ def test_a_users_torchrun_trains_on_hosts(
     assert all_clean(bed, everything=True) == []
 
 
-KILLS, STEPS = int(os.environ.get("FLAGCORE_KILLS", "20")), 80
+KILLS, STEPS = int(os.environ.get("FLAGCORE_KILLS", "20")), 160
 """The number of ranks and hosts that are killed, and the steps of the job."""
 GOES_ON = "training goes on with step"
 
@@ -298,6 +299,44 @@ def test_a_job_ends_with_all_its_steps_though_ranks_and_hosts_are_killed(
     assert all_clean(bed, everything=True) == []
     assert losses(output("killed")) == losses(output("whole"))
     assert [*losses(output("whole"))] == [*range(1, STEPS + 1)]
+
+
+HANGS = """\
+import os, pathlib, runpy, sys, time
+import torch
+whole, steps = torch.optim.AdamW.step, []
+def step(self, *others, **named):
+    steps.append(1)
+    if os.environ["RANK"] == "1" and len(steps) == 10 and not pathlib.Path("hung").exists():
+        pathlib.Path("hung").touch()
+        time.sleep(1e6)
+    return whole(self, *others, **named)
+torch.optim.AdamW.step = step
+sys.argv[0] = os.path.join(os.environ["MEGATRON"], "pretrain_gpt.py")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Megatron-LM's own program, in which a rank hangs once."""
+
+
+@pytest.mark.timeout(900)
+@needs_megatron_lm
+def test_a_job_whose_rank_hangs_goes_on_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    (tmp_path / "pretrain_gpt.py").write_text(HANGS)
+    words = ["torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", *ARCHITECTURE.split()]
+    words += TRAINING.replace("--train-iters 6", "--train-iters 16").split()
+    words += ["--save", str(tmp_path / "saves"), "--load", str(tmp_path / "saves"), "--save-interval", "4"]
+    space = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "micro_batch_size": 2}
+    spec = spec_of(tmp_path, control={}, space={**space, "use_distributed_optimizer": False}, command=words)
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
+    api.tune(tmp_path / "spec.yaml", run_dir=tmp_path / "run", fidelity="estimate")
+    words = [*FLAG, "run", str(tmp_path / "run"), "--restarts=2", "--stall=60"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "--stall" in done.stderr
+    assert "training goes on with step 9" in done.stderr, done.stderr[-3000:]
+    assert [*losses(done.stdout)] == [*range(1, 17)]
+    assert not [pid for pid in guard.all_processes() if str(tmp_path).encode() in command(pid)]
 
 
 def last_iteration(project: Project, before: tuple[str, ...]) -> int:

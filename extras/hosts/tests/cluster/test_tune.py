@@ -3,6 +3,7 @@ and best.sh of a plan starts on the nodes of a job."""
 
 import json
 import os
+import re
 import stat
 import sys
 import time
@@ -229,3 +230,62 @@ def test_the_best_script_of_a_plan_starts_with_slurm(command: tuple[str, ...], b
     output = bed.run("h0", *words)
     output += (folder / "out").read_text() if (folder / "out").exists() else ""
     assert {"rank 0 of 2", "rank 1 of 2"} <= set(output.splitlines()), output
+
+
+RESTARTED = """\
+import os, pathlib, sys, time
+rank, saved, failed = os.environ["RANK"], pathlib.Path("saved"), pathlib.Path("failed")
+for step in range(int(saved.read_text() if saved.exists() else 0) + 1, 21):
+    print("iteration", step, os.uname().nodename, os.environ.get("SLURM_RESTART_COUNT", "0"), flush=True)
+    if rank == "0":
+        saved.write_text(str(step))
+    elif step >= 4 and not failed.exists():
+        failed.touch()
+        sys.exit(3)
+    time.sleep(1.0)
+"""
+"""A job of two nodes, with a checkpoint after each step; one fails once."""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_an_exported_job_goes_on_after_the_failures_of_a_process_and_a_node(bed: Bed, tmp_path: Path) -> None:
+    if reason := missing(*SLURM, "sbatch"):
+        pytest.skip(reason)
+    if not bed.slurm:
+        bed.start_slurm()
+    folder = bed.folder / tmp_path.name
+    folder.mkdir()
+    (folder / "train.py").write_text(RESTARTED)
+    cluster = {"chip": "cpu", "nodes": 2, "devices_per_node": 1, "memory_per_device": "1GiB"}
+    space = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    train = {**TRAIN, "command": ["torchrun", "--nproc-per-node", "1", "train.py"], "directory": str(folder)}
+    spec = {"model": SHAPE, "cluster": cluster, "train": train, "auto_tuner": {"space": space}}
+    (folder / "spec.json").write_text(json.dumps(spec))
+    (file,) = api.export(
+        folder / "spec.json", "slurm", output=folder / "out", name="job", options={"restarts": "1"}
+    ).files
+
+    def steps() -> list[tuple[int, str, int]]:
+        """The steps in the log, each with its host and the number of Slurm's restart."""
+        text = (folder / "log").read_text() if (folder / "log").exists() else ""
+        return [(int(step), host, int(again)) for step, host, again in re.findall(r"iteration (\d+) (\S+) (\d+)", text)]
+
+    def wait_for(last: int) -> None:
+        while not [step for step, *_ in steps() if step >= last]:
+            assert time.monotonic() < deadline, (folder / "log").read_text() + bed.run("h0", "squeue", "-l")
+            time.sleep(0.2)
+
+    path, deadline = f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin:/sbin", time.monotonic() + 600
+    bed.run("h0", "env", f"PATH={path}", "sbatch", f"--output={folder}/log", str(file))
+    wait_for(6)
+    lost = sorted({host for _, host, _ in steps()})[1]
+    bed.poweroff(lost)
+    wait_for(20)
+    bed.boot(lost)
+    by_restart = {number: [each for each in steps() if each[2] == number] for number in (0, 1)}
+    assert (folder / "failed").exists()
+    assert {host for _, host, _ in by_restart[0]} == {"h1", "h2"}, "after the failure of a process, the nodes are kept"
+    assert len({host for _, host, _ in by_restart[1]}) == 2
+    assert lost not in {host for _, host, _ in by_restart[1]}
+    assert min(by_restart[1])[0] > 4, "it goes on from its checkpoint"
