@@ -4,7 +4,6 @@ The prompts are those of the load or, with a trace that has texts, of its file. 
 them alone: the difference between both is the engine's own noise between batch sizes, at least LEAST_NOISE.
 """
 
-import asyncio
 import json
 import statistics
 from collections.abc import Sequence
@@ -49,6 +48,8 @@ def ask(targets: Sequence[Target], model: str, load: Load, vocab_size: int, seco
 
     `seconds`: the time of each of both. If servers do not state log-probabilities, the result is the `problem`.
     """
+    import asyncio  # its import is slow, and plans do not need it
+
     urls = [each.url for each in targets if each.path == COMPLETIONS]
     if not urls:
         return {"problem": "the servers have no completions of token ids"}
@@ -74,6 +75,8 @@ INVALID = (LookupError, TypeError, ValueError, AttributeError)
 
 async def _answers(urls: Sequence[str], bodies: Sequence[bytes], width: int, seconds: float) -> list[Answer | None]:
     """Send prompts, `width` at once, to one server after the other. Raises RequestFailed, or INVALID for others."""
+    import asyncio
+
     from flagcore_serving.load.client import post, session  # importing aiohttp is slow, and plans do not need it
 
     found: list[Answer | None] = [None] * len(bodies)
