@@ -339,10 +339,9 @@ def expected_seconds(
         is_same_engine = job.work.engine == spec.work.engine
         return job.work.is_plain_training and is_same_engine and (job.model.experts > 0) == has_experts
 
-    here = any(is_like(job) for job, _ in problem.published)
-    known = here or any(is_like(job) for job, _ in nearest_runs(problem.task, loaded, others=True))
-    mean, low, high = CHOSEN[has_experts]
-    known &= all(each.time == (1.0, 1.0) for each in problem.platform.unmodelled) and spec.work.is_plain_training
+    here, (mean, low, high) = any(is_like(job) for job, _ in problem.published), CHOSEN[has_experts]
+    known = all(each.time == (1.0, 1.0) for each in problem.platform.unmodelled) and spec.work.is_plain_training
+    known = known and (here or any(is_like(job) for job, _ in nearest_runs(problem.task, loaded, others=True)))
     return (mean * planned_s, low * planned_s, high * planned_s) if known and math.isfinite(planned_s) else None, here
 
 

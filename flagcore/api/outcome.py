@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flagcore import plugins
 from flagcore.contracts import ExportJob, Problem
@@ -31,9 +31,11 @@ from flagcore.report.run import RunData, json_file
 from flagcore.report.run_text import result_text
 from flagcore.report.text import best_text, candidate_text
 from flagcore.tuner.devices import with_selected_devices
-from flagcore.tuner.loop import TuneResult
 from flagcore.tuner.problem import no_launch_reason
 from flagcore.tuner.stages.launch import planned_launch, prepared_launch
+
+if TYPE_CHECKING:
+    from flagcore.tuner.loop import TuneResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -102,9 +102,8 @@ def _estimate_spec(spec: str | api.LoadedSpec, top: int, explain: str | None, fo
         return
     is_shown = form == "table" and explain is None and not arguments["evidence"] and sys.stderr.isatty()
     on_first = options.say if is_shown else None
-    estimate = api.estimate(
-        spec, top=max(top, number), on_first=on_first, on_page=on_page, start=_export_command, **arguments
-    )
+    start = _export_command if form == "table" or on_page else None
+    estimate = api.estimate(spec, top=max(top, number), on_first=on_first, on_page=on_page, start=start, **arguments)
     if explain is not None:
         _show_candidate(estimate, number, explain, form)
     elif arguments["evidence"]:

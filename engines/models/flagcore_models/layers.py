@@ -189,6 +189,7 @@ def table_weights(model: Model) -> int:
     return tables + sum(each.weights for each in layer_embeddings(model))
 
 
+@lru_cache(maxsize=256)
 def connections(model: Model) -> int:
     """Return the number of mixers and networks with weights, each of which reads and writes the residual streams."""
     return sum(len(each.parts) for each in own_layers(model))

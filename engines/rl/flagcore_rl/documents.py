@@ -59,7 +59,8 @@ def lengths_of(section: LengthsSection, context: Context) -> Lengths:
     given = {
         name: getattr(section, name) for name in {"mean", "histogram", "file"} | section.model_fields_set & {"spread"}
     }
-    values = schema.lengths_of(schema.LengthsSection(**given), context, QUANTILES).values
+    number = QUANTILES if section.mean is None else 1  # those of a mean are drawn for each number of samples
+    values = schema.lengths_of(schema.LengthsSection(**given), context, number).values
     longest = section.longest or (values[-1] if section.mean is None else None)
     if longest is None:
         raise spec_error("longest", "is missing", fix="give the limit of the run")

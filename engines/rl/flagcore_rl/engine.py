@@ -194,14 +194,15 @@ class RlEngine(Engine):
     def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
         """Return the settings of both roles that their engines do not predict."""
         work, devices = job_of(task), task.cluster.devices
-        settings = {knob.name for knob in engine_of(work.trainer.engine, "rl.trainer.engine").knobs}
+        trainer = engine_of(work.trainer.engine, "rl.trainer.engine")
+        settings = {knob.name for knob in trainer.knobs}
         unknown = [
             Unmodelled(name=f"rl.trainer.settings.{name}", why=UNKNOWN, time=UNKNOWN_TIME)
             for name in work.trainer.settings
             if name not in settings
         ]
         roles = {
-            "rl.trainer.": train_task(task, devices, work.longest, work.optimizer_samples),
+            "rl.trainer.": train_task(task, trainer, devices, work.longest, work.optimizer_samples),
             "rl.rollout.": serve_task(task, devices),
         }
         for prefix, role in roles.items():

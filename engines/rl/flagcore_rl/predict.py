@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,7 @@ class _Rolled:
 Values = dict[str, KnobValue]
 
 
+@lru_cache(maxsize=64)
 def sizes_of(model: Model) -> tuple[float, float]:
     """Return the numbers of weights of a model, and of its routed experts."""
     weights = weights_by_group(model)
@@ -148,8 +150,10 @@ def predict(
     )
     parts: dict[str, FloatArray] = {}
     memory = np.zeros((len(MEMORY), rows))
+    refit = cache(partial(_refit, task, costs, framework))
     for row, values in enumerate(candidates):
-        times, bytes_of = _step(task, values, trained[row], rolled[row], costs, framework)
+        refit_s = refit(bool(values.get(DEVICES)))
+        times, bytes_of = _step(task, values, trained[row], rolled[row], costs, framework, refit_s)
         memory[:, row] = bytes_of
         for name, seconds in times.items():
             parts.setdefault(name, np.zeros(rows))[row] = seconds
@@ -243,7 +247,7 @@ def _train(task: Task, candidates: list[Values], costs: Costs, framework: Framew
             key = (devices, *sizes, forward)
             groups.setdefault(key, []).append(row)
     for (devices, sequence, held, batch, forward), members in groups.items():
-        part = train_task(task, devices, sequence, batch, None if forward else work.trainer.adapter)
+        part = train_task(task, engine, devices, sequence, batch, None if forward else work.trainer.adapter)
         rows = [train_values(engine, candidates[row], devices, held, recompute=not forward) for row in members]
         own = costs.of(part.cluster, part.spec.work.engine)
         predictions = engine.predict(part, _stacked(engine, part, rows), own)
@@ -289,17 +293,21 @@ def _roll(task: Task, candidates: list[Values], costs: Costs, framework: Framewo
 
 
 def _step(
-    task: Task, values: Mapping[str, Any], trained: _Trained, rolled: _Rolled, costs: Costs, framework: Framework
+    task: Task,
+    values: Mapping[str, Any],
+    trained: _Trained,
+    rolled: _Rolled,
+    costs: Costs,
+    framework: Framework,
+    refit: float,
 ) -> tuple[dict[str, float], FloatArray]:
     """Return the seconds of the parts of a step, and bytes as in `MEMORY`: static ones of the trainer, and others of
-    the fuller device or phase."""
+    the fuller device or phase. `refit`: the seconds of `_refit`."""
     work = job_of(task)
     passes = work.old_logprobs + work.reference + work.critic
     apart, staleness = values.get(DEVICES), int(values.get(STALENESS) or 0)
     training = trained.training_s * (1 + work.critic)
     logprobs, judge = trained.forward_s * passes, 0.0
-    weights = 2.0 * sizes_of(task.spec.model)[0]
-    refit = framework.refit_s + _refit(task, weights, costs, framework, apart=bool(apart))
     if (
         work.reference and not work.trainer.adapter
     ):  # the policy moves to the host, the reference to the device, and the policy back
@@ -334,15 +342,16 @@ def _step(
     return times, np.array([static + judge + critic, *fuller[1:]])
 
 
-def _refit(task: Task, weights: float, costs: Costs, framework: Framework, *, apart: bool) -> float:
-    """Return the seconds in which the weights reach the rollout.
+def _refit(task: Task, costs: Costs, framework: Framework, apart: bool) -> float:
+    """Return the seconds in which the weights reach the rollout. `apart`: whether it has devices of its own.
 
     Each rank of a colocated trainer gathers all weights, tensor by tensor. Otherwise a rank of the trainer broadcasts
     them, at the rate of its link to the rollout. Both are not faster than the framework's own work.
     """
-    group, devices = task.cluster.groups[0], task.cluster.devices
+    group, devices, weights = task.cluster.groups[0], task.cluster.devices, 2.0 * sizes_of(task.spec.model)[0]
     kind, ranks = ("send", 2) if apart else ("all_gather", devices)
     stride = group.devices_per_node if apart and group.nodes > 1 else 1
     sizes = (np.array([weights]), np.array([ranks]), np.array([stride]))
     seconds = float(np.nan_to_num(costs.collectives.seconds(kind, *sizes)[0])) if devices > 1 else 0.0
-    return max(seconds, weights / (framework.apart_rate if apart else framework.refit_rate))
+    rate = framework.apart_rate if apart else framework.refit_rate
+    return framework.refit_s + max(seconds, weights / rate)

@@ -69,14 +69,16 @@ def _task(task: Task, work: TrainSpec | ServeSpec, devices: int, objective: str)
     return Task(spec=spec, cluster=part_of(task.cluster, devices))
 
 
-def train_task(task: Task, devices: int, sequence: int, batch: int, adapter: Adapter | None = None) -> Task:
-    """Return the task of the trainer with samples of `sequence` tokens.
+def train_task(
+    task: Task, engine: Engine, devices: int, sequence: int, batch: int, adapter: Adapter | None = None
+) -> Task:
+    """Return the task of the trainer with samples of `sequence` tokens. `engine`: that of the trainer.
 
     It trains no multi-token prediction: verl's `model.mtp.enable` is false, and TRL and OpenRLHF train transformers.
     """
     work = job_of(task)
     settings, kind = dict(work.trainer.settings), None
-    if any(knob.name == "recompute_granularity" for knob in engine_of(work.trainer.engine, "rl.trainer.engine").knobs):
+    if any(knob.name == "recompute_granularity" for knob in engine.knobs):
         experts: Mapping[str, SettingValue] = USUAL_EXPERTS if task.spec.model.experts else {}
         kind, settings = "transformer_engine", {**USUAL, **experts, **settings}
     train = TrainSpec(

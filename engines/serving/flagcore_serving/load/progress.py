@@ -121,12 +121,12 @@ class LimitCheck:
 
     def add(self, answer: Latencies) -> None:
         """Count an answer."""
-        for figure, limit in self._limits.items():
-            seconds = getattr(answer, figure[0]) or 0.0
-            if figure[1] == "mean":
-                self._sums[figure[0]] += seconds
-            else:
-                self._slower[figure] += seconds > limit
+        for (name, statistic), limit in self._limits.items():
+            seconds = getattr(answer, name) or 0.0
+            if statistic == "mean":
+                self._sums[name] += seconds
+            elif seconds > limit:
+                self._slower[name, statistic] += 1
 
     def exceeded(self, answer: Latencies) -> bool:
         """Count an answer, and return whether the load is now certain to exceed one of the limits."""

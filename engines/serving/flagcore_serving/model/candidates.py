@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -187,10 +187,13 @@ def _names(context: Candidates) -> tuple[str, ...]:
     return (*names, HIGHEST_LOAD) if context.serve.highest else names
 
 
-_known: dict[Hashable, tuple[tuple[float, float, float], Mapping[str, float]]] = {}
-"""Metrics of the last `MAX_KNOWN` simulations, because a plan predicts its baseline and the listed candidates again,
-and `Price.needed`, `below` and `above`. Metrics are empty if the simulation was stopped because a limit was exceeded. A
-simulation that reached a limit has a key with both limits."""
+_Limits: TypeAlias = tuple[tuple[float, float], ...]
+"""The least and the most of each value of `_limited` with which a simulation has the same result."""
+
+_known: dict[Hashable, list[tuple[_Limits, Mapping[str, float]]]] = {}
+"""Metrics of the last `MAX_KNOWN` simulations: a plan predicts its baseline and the listed candidates again, and
+candidates differ in limits that they do not reach. Metrics are empty if the simulation was stopped because a limit of
+the SLO was exceeded."""
 MAX_KNOWN = 4096
 
 
@@ -200,37 +203,50 @@ def _load_figures(
     """Return the metrics of a load on one candidate. `kinds`: for each kind of the candidate's instances, its row in
     `context` and its number of instances. With `stops`, the metrics may be empty if a limit of the SLO is exceeded."""
     lanes = [_lane(context, load, row) for row, _ in kinds]
-    key, slots = _simulation_key(context, load, kinds, lanes), lanes[0].running
+    key = _simulation_key(context, load, kinds, lanes)
     if key is None:
         return _simulated(context, load, kinds, lanes, stops=stops)[1]
-    captured = [float(context.times.captured[row]) for row, _ in kinds]
-    exact = (key, slots, *captured)
-    for each in (key, exact):
-        (needed, below, above), figures = _known.get(each, ((math.inf, 0.0, 0.0), {}))
-        if needed <= slots and below <= captured[0] < above and (figures or stops):
+    values = (*_limited(lanes[0]), float(context.times.captured[kinds[0][0]]))
+    for limits, figures in _known.get(key, ()):
+        is_same = all(least <= value <= most for (least, most), value in zip(limits, values, strict=True))
+        if is_same and (figures or stops):
             return figures
     price, figures = _simulated(context, load, kinds, lanes, stops=stops)
-    is_open = load.arrivals is not None and bool(load.arrivals.any()) and len(kinds) == 1
-    if is_open and price.needed <= slots:
-        _known[key] = (price.needed, price.below, price.above), figures
-    else:
-        _known[exact] = (0.0, 0.0, math.inf), figures
-    if len(_known) > MAX_KNOWN:
+    is_open = load.arrivals is not None and bool(load.arrivals.any())
+    _known.setdefault(key, []).append((_same(price, is_open=is_open, is_alone=len(kinds) == 1), figures))
+    while sum(map(len, _known.values())) > MAX_KNOWN:
         del _known[next(iter(_known))]
     return figures
+
+
+def _limited(lane: Lane) -> tuple[float, float, float]:
+    return lane.running, lane.budget, lane.cache_tokens
+
+
+def _same(price: Price, *, is_open: bool, is_alone: bool) -> _Limits:
+    """Return the limits with which simulations with this price are the same. `is_open`: whether the loop is open.
+    `is_alone`: whether the candidate has no other kind of instances."""
+    reached = (price.needed, price.widest, price.filled)
+    may_differ = (is_open and is_alone, is_alone, is_open and is_alone)
+    limits = [
+        (least, math.inf) if may and least <= own else (own, own)
+        for own, least, may in zip(_limited(price.lane), reached, may_differ, strict=True)
+    ]
+    return (*limits, (price.below, price.above if math.isinf(price.above) else math.nextafter(price.above, 0.0)))
 
 
 def _simulation_key(
     context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]], lanes: Sequence[Lane]
 ) -> Hashable | None:
-    """Return everything but the first `Lane.running` and `captured` that determines `_load_figures`, or None for
-    images and traces, which have no short key, and for another simulation."""
+    """Return what determines `_load_figures` beside `_limited` and `captured` of the first lane, or None for images and
+    traces, which have no short key, and for another simulation."""
     if context.encoder is not None or load.load.trace or context.simulation:
         return None
-    free = (replace(lanes[0], running=math.inf), *lanes[1:])
+    free = (replace(lanes[0], **dict.fromkeys(("running", "budget", "cache_tokens"), math.inf)), *lanes[1:])
     costs = tuple(context.times.bytes_of(row) for row, _ in kinds)
     rows = [row for row, _ in kinds]
-    others = tuple(each[rows].tobytes() for each in (context.kinds.count, context.kinds.role, context.transfer))
+    arrays = (context.kinds.count, context.kinds.role, context.transfer)
+    others = tuple(each[rows].tobytes() for each in arrays), context.times.captured[rows[1:]].tobytes()
     slo = tuple(context.serve.slo.items())
     return load.load, load.is_spread, load.prefix_aware, slo, repr(context.overheads), free, costs, others
 

@@ -65,9 +65,11 @@ class Price:
 
     `row`: the row of the candidate in `costs`. `encoding`: a function that returns the seconds of the vision tower for
     the images of each request. `encoders`: the instances that encode them instead. `simulation`: the class that
-    simulates the lane in place of `Simulation`. `needed`: the sequences that its
-    simulations would have admitted at once if `Lane.running` had no limit: with as many, they are the same. `below`,
-    `above`: they are also the same if `captured` is at least `below`, and less than `above`.
+    simulates the lane in place of `Simulation`.
+
+    The limits with which its simulations are the same: `needed`: the least `Lane.running`; `widest`: the least
+    `Lane.budget`, and `filled`: the least `Lane.cache_tokens`, unless the limit itself is less; `below`, `above`:
+    `captured` is at least `below`, and less than `above`.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Price:
     ) -> None:
         self.simulation = simulation
         self.encoding, self.encoders, self.needed = encoding, encoders, 0.0
-        self.below, self.above = 0.0, inf
+        self.below, self.above, self.filled, self.widest = 0.0, inf, 0.0, inf if lane.chunk else 0.0
         slowed = overheads.slowed(float(costs.crowding[row]))
         self.lane = lane
         self.overheads = replace(slowed, entry=slowed.entry / (lane.ranks if slowed.own_front_ends else 1.0))
@@ -139,6 +141,11 @@ class Price:
         longest chunk if that is more. Pieces of one prompt are in several stages at the same time.
         """
         stages, ranks = self._stages, self._parts
+        widest = (
+            sequences + max(tokens, longest * ranks) + 1.0
+        )  # an iteration that is not full admits a further request
+        if widest > self.widest:
+            self.widest = widest
         if longest > self._even:
             longest = max(self._even, longest / stages)
         per_rank, batch = max(tokens / ranks, longest), sequences / stages + max(tokens / stages, longest)

@@ -219,7 +219,10 @@ class Simulation:
             cached = self._cached_tokens(request)
             future = request.output - request.made + self.promised + self.finish - self.running * self.step
             required_tokens = cached + lane.admits + self.overheads.reserve * future
-            if self.used + self.held + required_tokens > lane.cache_tokens and (self.running or ended or self.loading):
+            filled = self.used + self.held + required_tokens
+            if filled > self.price.filled:
+                self.price.filled = filled
+            if filled > lane.cache_tokens and (self.running or ended or self.loading):
                 return False
             del self.queue[place]
             if lane.adapters:
@@ -293,6 +296,8 @@ class Simulation:
                 del self.partial[continued]
             else:
                 continued += 1
+        if budget <= 0.0:
+            self.price.widest = inf
         if not tokens:
             return False
         time = max(self.price.mixed(decoding, tokens, longest, pairs, len(ended), encode), load)
@@ -418,6 +423,9 @@ class Simulation:
         while self.used + self.running > room and self.running > 1:
             self._preempt()
         steps, ahead = self.heap[0][0] - self.step, self.lag * self.lane.gain  # tokens that are planned ahead
+        filled = self.used + self.held + self.running * steps
+        if filled > self.price.filled:
+            self.price.filled = filled
         if self.running > 1:
             steps = min(steps, max(int((room - self.used) // self.running), 1))
         if self.ending and self.queue:
@@ -436,6 +444,7 @@ class Simulation:
 
     def _preempt(self) -> None:
         """Move the sequence that started last to the front of the queue, so that it is computed again."""
+        self.price.filled = inf
         request = self.order.pop()
         while not request.ticket:
             request = self.order.pop()

@@ -4,7 +4,6 @@ The prompts are those of the load or, with a trace that has texts, of its file. 
 them alone: the difference between both is the engine's own noise between batch sizes, at least LEAST_NOISE.
 """
 
-import asyncio
 import json
 import statistics
 import time
@@ -54,6 +53,8 @@ def ask(
     `seconds`: the time for as many prompts as possible; the least number of them may take `left_s`. If servers do not
     state log-probabilities in time, the result is the `problem`.
     """
+    import asyncio  # its import is slow, and plans do not need it
+
     urls = [each.url for each in targets if each.path == COMPLETIONS]
     if not urls:
         return {"problem": "the servers have no completions of token ids"}
@@ -95,6 +96,8 @@ class _Asked:
 
         The time of prompts at once is that of as many alone until a group of them was measured.
         """
+        import asyncio
+
         from flagcore_serving.load.client import session  # importing aiohttp is slow, and plans do not need it
 
         clock = asyncio.get_running_loop().time

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -378,24 +379,43 @@ def test_a_candidate_is_simulated_once_for_each_load(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(candidates, "MAX_KNOWN", 2)
     found = predicted(max_running=[16, 32])
     loaded = predicted(task(replace(LOAD, seed=1)), max_running=[16])
-    assert len(candidates._known) == 2
+    assert sum(map(len, candidates._known.values())) == 1
     again = predicted(max_running=[32])
     monkeypatch.setattr(candidates, "_simulated", None)
     assert (figure(predicted(max_running=[32])), figure(again)) == (figure(again), figure(found)[1:])
     assert figure(predicted(task(replace(LOAD, seed=1)), max_running=[16])) == figure(loaded)
 
 
-def test_candidates_whose_limit_of_sequences_is_not_reached_share_a_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, slots = task(replace(LOAD, concurrency=None, request_rate=5.0)), [1, 64, 96, 128]
-    alone = list[float]()
-    for each in slots:
+@pytest.mark.parametrize(
+    ("limit", "values", "others", "simulated"),
+    [
+        ("max_running", [1, 64, 96, 128], {"graph_tokens": [0]}, {None: 2, 5.0: 2}),
+        ("max_batched_tokens", [512, 1024, 4096, 8192, 16384], {}, {None: 5, 5.0: 3}),
+        ("cache_bytes", [2e8, 2e9, 4e9, 8e9], {}, {None: 2, 5.0: 2}),
+        ("graph_tokens", [1, 16, 1024, 2048], {}, {None: 2, 5.0: 2}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rate", [None, 5.0])
+def test_candidates_that_do_not_reach_a_limit_share_a_simulation(
+    monkeypatch: pytest.MonkeyPatch,
+    rate: float | None,
+    limit: str,
+    values: list[float],
+    others: dict[str, Any],
+    simulated: dict[float | None, int],
+) -> None:
+    on, alone = task(replace(LOAD, concurrency=None if rate else 8, request_rate=rate)), list[tuple[float, ...]]()
+    names = ("requests_per_s", "ttft_s.p99", "tpot_s.p99", "itl_s.p99", "e2e_s.mean")
+    for each in values:
         monkeypatch.setattr(candidates, "_known", {})
-        alone += figure(predicted(slow, max_running=[each], graph_tokens=np.zeros(1)), "ttft_s.p99")
+        found = predicted(on, **{limit: [each]}, **others)
+        alone += zip(*(figure(found, name) for name in names), strict=True)
     monkeypatch.setattr(candidates, "_known", {})
-    found = predicted(slow, max_running=slots, graph_tokens=np.zeros(4))
-    assert len(candidates._known) == 2
-    assert figure(found, "ttft_s.p99") == alone
-    assert alone[0] > alone[1]
+    found = predicted(on, **{limit: values}, **{name: each * len(values) for name, each in others.items()})
+    assert sum(map(len, candidates._known.values())) == simulated[rate]
+    assert [*zip(*(figure(found, name) for name in names), strict=True)] == alone
+    assert len({*alone}) > 1
 
 
 def test_in_a_large_space_only_the_best_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
