@@ -21,6 +21,9 @@ import pytest
 from flagcore_hosts.connection import agent_command
 from flagcore_hosts.launcher import SSH, HostsLauncher
 
+from extras.hosts.tests.test_checks import REPORTED
+from extras.hosts.tests.test_checks import kept_report as kept_report
+from extras.hosts.tests.test_checks import reported as reported
 from flagcore import api
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Device, Support
@@ -328,9 +331,10 @@ os.execv(sys.executable, [sys.executable, *sys.argv[start:]])
 ARGUMENTS = ("--enable-hetero", "--num-layers", "4", "--train-iters", "9")
 
 
+@REPORTED
 @pytest.mark.slow
 @pytest.mark.costly
-@pytest.mark.spread
+@pytest.mark.usefixtures("reported")
 def test_meshes_are_tuned_on_two_kinds_of_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SSH, "channel", lambda host: ["sh", "-c", agent_command()])
     monkeypatch.setattr(SSH, "logs_in", False)  # both hosts are this machine

@@ -334,7 +334,7 @@ def test_a_pod_that_is_killed_is_lost_and_joins_again(join: Join, tmp_path: Path
     join("pod-2")
     assert ended(LAUNCHER.start(launch("true", tmp_path / "two"))).code == 0
     for disk in set((tmp_path / TMP).glob("flagcore-*")) - set((tmp_path / TMP).glob("flagcore-hub-*")):
-        shutil.rmtree(disk)  # a pod's disk is gone with it
+        shutil.rmtree(disk, ignore_errors=True)  # its agents may end meanwhile; a pod's disk is gone with it
 
 
 @pytest.mark.slow

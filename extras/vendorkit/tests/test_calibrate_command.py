@@ -93,7 +93,7 @@ def test_ctrl_c_leaves_no_process_and_saves_nothing(home: Path, project: Project
     assert process.returncode == 130
     assert err.splitlines()[-1].startswith("flag: interrupted")
     assert project.all_gone()
-    assert not any(home.iterdir())
+    assert not any(home.glob("*"))
 
 
 @pytest.mark.parametrize("arguments", ["--seconds nan", "--seconds inf", "--seconds 1"])
