@@ -13,9 +13,10 @@ from flagcore.api.runs import Snapshot, all_trials, no_best_error
 from flagcore.domain.prediction import Belief
 from flagcore.domain.space import Axis, Candidate, Columns, FloatArray, IntArray, KnobValue, as_candidate
 from flagcore.domain.trial import Trial, TrialState, is_disturbed
-from flagcore.errors import UsageError
+from flagcore.errors import NothingFits, UsageError
 from flagcore.i18n import N_, _
 from flagcore.report.candidate_report import causes_text
+from flagcore.tuner.feasibility import nothing_fits_text
 from flagcore.tuner.problem import listed_last, recommended_row, rows_by_time
 from flagcore.tuner.stages.build import canonical
 from flagcore.tuner.strategies.learned import believed
@@ -232,8 +233,7 @@ def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
             return best
         if run is not None:
             raise no_best_error(run)
-        reason = _("no candidate is left")
-        raise UsageError(_("{where} has no best configuration: {reason}", where=where, reason=reason))
+        raise NothingFits(nothing_fits_text(snapshot.problem))
     digits = name.removeprefix("trial").strip()
     if not digits.isdecimal() or len(digits) > 9:
         return None

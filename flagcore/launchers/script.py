@@ -48,9 +48,9 @@ def start_lines(job: ExportJob, *, several: bool = False, names: Mapping[str, st
     """
     launch = job.launch
     lines = [f"cd {_quoted(launch.directory, names)} || exit 1"] if launch.directory else []
-    if PORT in launch.argv:
+    if any(PORT in word for word in launch.argv):
         lines.append(f'{PORT_VARIABLE}="${{{PORT_VARIABLE}:-{urlsplit(launch.ready[0]).port}}}"')
-    if KIND in launch.argv:
+    if any(KIND in word for word in launch.argv):
         lines.append(': "${DEVICE_TYPE:?set it to the type of this node in the host file}"')
     if launch.script:  # its line that sets MASTER_ADDR comes first: interfaces are found with it
         script = launch.script.splitlines()

@@ -181,10 +181,13 @@ def _export(found: Sizing, changes: Sequence[str]) -> str:
     `changes`: the settings of a replica.
     """
     from flagcore.api.commands.export import export_targets
+    from flagcore_serving.sizing import RATE
 
     values = {name: value for name, value in found.best.candidate.items() if value is not None}
-    load = [f"{key}={value}" for key, value in found.best.load.items()]
-    words = ["flag", "export", *options.job_words([*changes, *load, f"auto_tuner.space={json.dumps(values)}"])]
+    load = dict(found.best.load)
+    rate = ["--rate", str(load.pop(RATE))]  # in place of a number of clients
+    keys = [f"{key}={value}" for key, value in load.items()]
+    words = ["flag", "export", *options.job_words([*changes, *keys, f"auto_tuner.space={json.dumps(values)}"]), *rate]
     if "kubernetes" in export_targets(found.engine):
         copies = ["--replicas", str(found.best.replicas)] if found.best.replicas > 1 else []
         command = shlex.join([*words, "--to", "kubernetes", *copies])

@@ -160,7 +160,7 @@ def _number(spec: LoadedSpec) -> object:
 
 
 def _fixed(spec: LoadedSpec, rate: float) -> dict[str, Any]:
-    """Return the load of a replica at a rate: as many requests as the search for the highest rate has."""
+    """Return the load of a replica at a rate, with the fewest requests of a search for the highest rate."""
     return {RATE: rate, **({NUMBER: SEARCHED} if _number(spec) in (None, "auto") else {})}
 
 

@@ -45,6 +45,7 @@ def short() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for each in (module, simulated_load):
             patch.setattr(each, "SEARCHED", 100)
+        patch.setattr(simulated_load, "MOST_SEARCHED", 100)
         yield
 
 

@@ -105,8 +105,8 @@ def spec_of_deepspeed(start: Start, flags: Sequence[str], directory: Path, model
     precision = next((name for name in ("bf16", "fp16") if _is_on(content, name, option(words, name))), "fp32")
     train: dict[str, Any] = {"engine": "deepspeed", "seq_length": length}
     train |= {"global_batch_size": total, "precision": precision}
-    words = with_places(words, cluster["nodes"])
-    train |= {"command": [*words], "directory": str(directory), **({"program": program} if program else {})}
+    words = [*with_places(words, cluster["nodes"])]
+    train |= {"command": words, "directory": str(directory), **({"program": program} if program else {})}
     notes.note("command", f"keys of {config} are the baseline, and trials change copies of it", "train")
     return {"model": section, "cluster": cluster, "train": train, "auto_tuner": {}}, notes.notes
 

@@ -91,6 +91,7 @@ def start_all(exported: Path, folder: Path, nodes: int) -> None:
         elif file.suffix == ".yaml" and ("apiVersion" in text or "services:" in text):
             for number, (command, variables) in enumerate(_containers([*yaml.safe_load_all(text)])):
                 ranks = {"JOB_COMPLETION_INDEX": str(max(number - 1, 0)), "LWS_WORKER_INDEX": str(number)}
+                ranks |= {"RANK": str(number), "VC_TASK_INDEX": str(max(number - 1, 0))}  # of PyTorchJob, and Volcano
                 lines = [f"export {name}={shlex.quote(value)}" for name, value in {**variables, **ranks}.items()]
                 pod = folder / "pod.sh"
                 pod.write_text("\n".join([*lines, f"export LWS_LEADER_ADDRESS=first\n{command}\n"]))

@@ -283,6 +283,13 @@ def test_the_script_of_a_server_starts_the_engine_of_another_machine(tmp_path: P
     assert "--enforce-eager" in words
 
 
+def test_a_port_inside_of_a_word_is_set(tmp_path: Path) -> None:
+    """MindIE's configuration is a word of its command."""
+    spec = server(tmp_path, "mindie", {}, cluster={"chip": "910B3", "devices_per_node": 4}, auto_tuner={})
+    words = started(only(exported(spec, "mindie", "instances=1, tp=4")), tmp_path, "sh")
+    assert json.loads(words[3])["ServerConfig"]["port"] == 8000
+
+
 def test_the_hosts_of_a_server_know_their_own_address(tmp_path: Path) -> None:
     space = {"tensor_model_parallel_size": [1, 2], "pipeline_model_parallel_size": [1, 2]}
     cluster, candidate = {"chip": "H100-SXM", "nodes": 2, "devices_per_node": 2}, "tp=2, pp=2"

@@ -86,7 +86,7 @@ def own_launch(
         return Launch(argv=argv, folder=folder, environment=knob_variables, directory=train.directory, own_script=True)
     real = set_arguments(command, table, dests, words).command
     if spec.cluster.nodes == 1:
-        real = replace(real, options=[option for option in real.options if option.name not in _empty(real)])
+        real = replace(real, options=tuple(each for each in real.options if each.name not in _empty(real)))
     if spec.on_each_host and spec.cluster.nodes > 1:
         real = _of_each_host(real, spec, platform.task.cluster.groups[0].devices_per_node)
     return _launch(real, values, folder, {**variables, **spec.envs})

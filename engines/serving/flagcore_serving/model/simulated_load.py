@@ -58,11 +58,12 @@ least three times as many as are in flight are simulated."""
 MAX_SEARCHED = 1000
 """Maximum number of simulated requests of a trace in a search for the highest rate, to limit the time of a search."""
 
-SEARCHED = 2000
-"""Number of simulated requests of another load in such a search, if the number grows with the rate.
+SEARCHED, MOST_SEARCHED = 2000, 4000
+"""Least and most simulated requests of another load in such a search, if their number grows with the rate.
 
 In a shorter load, the queue of a server near its limit does not build up: with 500 of 10 requests per second, a p99 of
-TPOT was two thirds of that with 2,000 or 8,000. All rates share their requests."""
+TPOT was two thirds of that with 2,000 or 8,000. Servers share the requests: the rate of four was 103 per second with
+8,000, 108 with 4,000 and 114 with 2,000; that of eight 214, 236 and 301. More take too long."""
 
 MIN_WAITING = 64
 """Minimum number of simulated requests that wait, if more are in flight than can run."""
@@ -112,7 +113,7 @@ class SimulatedLoad:
         """
         load = in_flight(load)
         if load.least_s and load.trace is None:
-            load = replace(load, least_s=0.0, num_prompts=SEARCHED)
+            load = replace(load, num_prompts=max(load.num_prompts or 0, SEARCHED))
         is_endless = load.num_prompts is None and load.trace is None
         drawn_load, equal = _endless(load) if is_endless else (load, None)
         requests = traffic(drawn_load)
@@ -249,10 +250,22 @@ class SimulatedLoad:
             is_endless = load.num_prompts is None and load.trace is None
             return _drawn(load, self.vision, prefix_aware=self.prefix_aware) if is_endless else replace(self, load=load)
         load = self.load.at("request_rate", value)
+        if load.least_s and load.trace is None:
+            return self._searched(load, value)
         if load.num_prompts != self.load.num_prompts:
             load = replace(load, least_s=0.0, num_prompts=min(load.num_prompts or 0, MAX_SEARCHED))
             return _drawn(load, self.vision, prefix_aware=self.prefix_aware)
         return replace(self, load=load, arrivals=self.arrivals * (self.load.request_rate / value))
+
+    def _searched(self, load: Load, value: float) -> SimulatedLoad:
+        """Return the load at a rate that a search tries. Its number of requests is a power of two times SEARCHED, so
+        that rates and candidates share their requests."""
+        steps = math.ceil(math.log2(max(load.num_prompts or 0, SEARCHED) / SEARCHED))
+        count = min(SEARCHED << steps, MOST_SEARCHED)
+        drawn = _drawn(replace(self.load, num_prompts=count), self.vision, prefix_aware=self.prefix_aware)
+        assert drawn.arrivals is not None
+        scale = (drawn.load.request_rate or value) / value
+        return replace(drawn, load=replace(drawn.load, request_rate=value), arrivals=drawn.arrivals * scale)
 
     @property
     def longest(self) -> float:
