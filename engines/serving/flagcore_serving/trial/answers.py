@@ -29,8 +29,8 @@ PROMPTS, ALONE, TOKENS, CHOICES = 64, 8, 8, 5
 """The numbers of prompts that are sent at once, and alone; of tokens of an answer; and of likely tokens at each."""
 SHARE, ALONE_SHARE = 0.1, 0.3
 """The share of a trial's time, with its start, that the answers may take; and the share of this for prompts alone."""
-ALONE_LEAST, LEAST = 1, 2
-"""The least numbers of prompts alone, and at once, whatever their time."""
+ALONE_LEAST, LEAST, LEAST_TOGETHER = 1, 2, 4
+"""The least numbers of prompts alone, and at once, whatever their time; and at once if the load sends as many."""
 LEAST_NOISE, MOST_NOISES = 4e-3, 5.0
 """The least noise of a log-probability, and the largest mean difference that counts as noise, in noises.
 
@@ -91,7 +91,7 @@ class _Asked:
     at_once: list[Answer] = field(default_factory=list)
 
     async def ask(self, seconds: float) -> None:
-        """Ask in about `seconds`, but ALONE_LEAST alone and LEAST at once. Raises RequestFailed, or INVALID for others.
+        """Ask in about `seconds`, but the least numbers in any time. Raises RequestFailed, or INVALID for others.
 
         The time of prompts at once is that of as many alone until a group of them was measured.
         """
@@ -100,14 +100,14 @@ class _Asked:
         clock = asyncio.get_running_loop().time
         began = clock()
         async with session() as self.http:
-            each_s = 0.0
+            each_s, least = 0.0, max(LEAST, min(LEAST_TOGETHER, self.width))
             while len(self.alone) < min(ALONE, len(self.bodies)) and (
                 len(self.alone) < ALONE_LEAST or clock() - began + each_s < seconds * ALONE_SHARE
             ):
                 self.alone.append(await self._send(len(self.alone)))
                 each_s = (clock() - began) / len(self.alone)
             while left := range(len(self.at_once), len(self.bodies)):
-                fits = max(int((seconds - clock() + began) / each_s), LEAST - len(self.at_once))
+                fits = max(int((seconds - clock() + began) / each_s), least - len(self.at_once))
                 if fits < 1:
                     break
                 sent_at, places = clock(), left[: min(fits, self.width)]
