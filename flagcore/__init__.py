@@ -8,9 +8,9 @@ __version__ = "0.1.0"
 
 SDK = (
     *("contracts", "domain", "errors", "hooks", "i18n", "launchers", "loading", "physics", "plugins", "report"),
-    *("spec.clusters", "spec.jobs", "spec.knobs", "spec.models"),
-    *("spec.plain_data", "spec.schema", "spec.shapes", "spec.validate"),
-    *("api.commands.doctor", "api.commands.export", "api.commands.importing", "api.inputs", "api.notes", "api.runs"),
+    *("spec.clusters", "spec.jobs", "spec.knobs", "spec.models", "spec.plain_data", "spec.schema", "spec.shapes"),
+    *("spec.validate", "api.commands.doctor", "api.commands.export", "api.commands.importing", "api.commands.init"),
+    *("api.inputs", "api.notes", "api.runs"),
     *("cli.main", "cli.options", "tuner.devices", "tuner.feasibility", "tuner.problem", "tuner.stages.predict"),
 )
 """The modules and packages that other distributions may import. Every distribution declares its own."""

@@ -79,7 +79,7 @@ def _source(where: Path | None, model: str | None, engine: str | None, chip: str
         if engine is not None:
             raise click.UsageError(_("--engine requires --model; with SPEC, use --set"))
         return where
-    from flagcore.api import spec_of_model
+    from flagcore.api.commands.init import spec_of_model
 
     return spec_of_model(str(model), engine=engine or ENGINE, chip=chip)
 

@@ -28,8 +28,8 @@ PROMPTS, ALONE, TOKENS, CHOICES = 64, 8, 8, 5
 """The numbers of prompts that are sent at once, and alone; of tokens of an answer; and of likely tokens at each."""
 SHARE, ALONE_SHARE = 0.1, 0.3
 """The share of a trial's time, with its start, that the answers may take; and the share of this for prompts alone."""
-ALONE_LEAST, LEAST = 1, 2
-"""The least numbers of prompts alone, and at once, whatever their time."""
+LEAST, LEAST_TOGETHER = 2, 4
+"""The least number of prompts at once, whatever their time; and if the load sends as many. One is always sent alone."""
 LEAST_NOISE, MOST_NOISES = 4e-3, 5.0
 """The least noise of a log-probability, and the largest mean difference that counts as noise, in noises.
 
@@ -92,36 +92,32 @@ class _Asked:
     at_once: list[Answer] = field(default_factory=list)
 
     async def ask(self, seconds: float) -> None:
-        """Ask in about `seconds`, but ALONE_LEAST alone and LEAST at once. Raises RequestFailed, or INVALID for others.
+        """Ask in about `seconds`, but the least numbers in any time. Raises RequestFailed, or INVALID for others.
 
         The time of prompts at once is that of as many alone until a group of them was measured.
         """
         import asyncio
 
-        from flagcore_serving.load.client import session  # importing aiohttp is slow, and plans do not need it
+        from flagcore_serving.load.client import post, session  # importing aiohttp is slow, and plans do not need it
+
+        async def send(place: int) -> Answer:
+            url = self.urls[place % len(self.urls)] + COMPLETIONS
+            return read_answer(await post(http, url, self.bodies[place]))
 
         clock = asyncio.get_running_loop().time
         began = clock()
-        async with session() as self.http:
-            each_s = 0.0
-            while len(self.alone) < min(ALONE, len(self.bodies)) and (
-                len(self.alone) < ALONE_LEAST or clock() - began + each_s < seconds * ALONE_SHARE
-            ):
-                self.alone.append(await self._send(len(self.alone)))
+        async with session() as http:
+            alone_s, each_s, least = seconds * ALONE_SHARE, 0.0, max(LEAST, min(LEAST_TOGETHER, self.width))
+            while len(self.alone) < min(ALONE, len(self.bodies)) and each_s * (len(self.alone) + 1) <= alone_s:
+                self.alone.append(await send(len(self.alone)))
                 each_s = (clock() - began) / len(self.alone)
             while left := range(len(self.at_once), len(self.bodies)):
-                fits = max(int((seconds - clock() + began) / each_s), LEAST - len(self.at_once))
+                fits = max(int((seconds - clock() + began) / each_s), least - len(self.at_once))
                 if fits < 1:
                     break
                 sent_at, places = clock(), left[: min(fits, self.width)]
-                self.at_once += await asyncio.gather(*map(self._send, places))
+                self.at_once += await asyncio.gather(*map(send, places))
                 each_s = (clock() - sent_at) / len(places)
-
-    async def _send(self, place: int) -> Answer:
-        from flagcore_serving.load.client import post
-
-        url = self.urls[place % len(self.urls)] + COMPLETIONS
-        return read_answer(await post(self.http, url, self.bodies[place]))
 
 
 def read_answer(text: bytes) -> Answer:

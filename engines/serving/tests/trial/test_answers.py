@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 from flagcore_serving.job import Load
 from flagcore_serving.load.result import Target
-from flagcore_serving.trial.answers import ALONE, FILE, LEAST, PROMPTS, TOKENS, ask, compared, divergence, read_answer
+from flagcore_serving.trial.answers import (
+    ALONE,
+    FILE,
+    LEAST,
+    LEAST_TOGETHER,
+    PROMPTS,
+    TOKENS,
+    ask,
+    compared,
+    divergence,
+    read_answer,
+)
 
 from flagcore.errors import FlagError
 from tests import tasks
@@ -131,7 +142,9 @@ def test_a_short_trial_of_a_slow_server_has_few_prompts(target: Target, monkeypa
     monkeypatch.setattr(Handler, "seconds", 0.3)
     found = ask([target], "m", load, 1000, 1.2, 60.0)
     assert len(found["alone"]) == 1
-    assert LEAST <= len(found["at_once"]) < PROMPTS
+    assert LEAST_TOGETHER <= len(found["at_once"]) < PROMPTS
     few = ask([target], "m", load, 1000, 0.01, 60.0)
-    assert (len(few["alone"]), len(few["at_once"])) == (1, LEAST)
+    assert (len(few["alone"]), len(few["at_once"])) == (1, LEAST_TOGETHER)
+    few = ask([target], "m", Load(input_len=4, output_len=4, num_prompts=8, concurrency=1), 1000, 0.01, 60.0)
+    assert len(few["at_once"]) == LEAST
     assert "problem" in ask([target], "m", load, 1000, 0.01, 0.1)
