@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -165,25 +165,28 @@ def _explain(found: Sizing, run: Path | None) -> None:
         options.show_records([asdict(each) for each in found.hours], "table", HOURS)
     if run is not None:
         return
-    replica = {"chip": best.chip, "nodes": best.nodes, "devices_per_node": best.devices_per_replica // best.nodes}
-    changes = [f"cluster.{key}={value}" for key, value in replica.items()]
-    words = ["flag", "tune", *options.job_words(changes), *HIGHEST]
-    options.say(_("Write the files that start it: {command}", command=_export(found, changes)))
+    replica: dict[str, Any] = {
+        "chip": best.chip,
+        "nodes": best.nodes,
+        "devices": best.devices_per_replica // best.nodes,
+    }
+    words = ["flag", "tune", *options.job_words(**replica), *HIGHEST]
+    options.say(_("Write the files that start it: {command}", command=_export(found, replica)))
     options.say(_("Confirm one replica by trials: {command}", command=shlex.join([*words, "--run-dir", REPLICA])))
     options.say(
         _("Then size by its measured rate: {command}", command=f"flag size --run {REPLICA} --rate {found.rate:g}")
     )
 
 
-def _export(found: Sizing, changes: Sequence[str]) -> str:
+def _export(found: Sizing, replica: Mapping[str, Any]) -> str:
     """Return the command that exports the servers of the best size: all to Kubernetes if it is a target, or else one.
 
-    `changes`: the settings of a replica.
+    `replica`: the chip, the nodes and the devices per node of a replica.
     """
     from flagcore.api.commands.export import export_targets
 
     values = {name: value for name, value in found.best.candidate.items() if value is not None}
-    words = ["flag", "export", *options.job_words([*changes, f"auto_tuner.space={json.dumps(values)}"]), *HIGHEST]
+    words = ["flag", "export", *options.job_words([f"auto_tuner.space={json.dumps(values)}"], **replica), *HIGHEST]
     if "kubernetes" in export_targets(found.engine):
         copies = ["--replicas", str(found.best.replicas)] if found.best.replicas > 1 else []
         command = shlex.join([*words, "--to", "kubernetes", *copies])
