@@ -379,7 +379,8 @@ def _assumed(work: Any) -> str:
     """Return the requests and the limits of servers, in words."""
     load: Load = work.loads[0]
     shared = N_("of which all prompts share {count:,}") if load.prefix_len else N_("without a shared prefix")
-    requests = load.trace or ", ".join([lengths_text(load), _(shared, count=load.prefix_len)])
+    count = _("at least {count:,} requests", count=REQUESTS)  # shorter loads of plans and trials reach higher rates
+    requests = load.trace or ", ".join([lengths_text(load), _(shared, count=load.prefix_len), count])
     return _("for {requests}, within {limits}", requests=requests, limits=limits_text(work.slo))
 
 
