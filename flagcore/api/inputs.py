@@ -1,7 +1,7 @@
 """Reads specs as users pass them, loads their plugins, and logs warnings to the logger `flagcore`."""
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -38,7 +38,7 @@ from flagcore.spec.clusters import without_spares
 from flagcore.spec.convert import check_engines, engines_of, parse_spec, select_engine
 from flagcore.spec.models import absolute_model
 from flagcore.spec.plain_data import KeyPath, parse_yaml, plain, spec_as_data, spec_error
-from flagcore.spec.validate import located
+from flagcore.spec.validate import Context, checked, located
 from flagcore.tuner.problem import OnUsual, build_problem
 
 
@@ -91,6 +91,15 @@ def changed_spec(spec: SpecLike, changes: Mapping[str, Any]) -> LoadedSpec:
                 raise spec_error(".".join(names[:depth]), error_text, value=section, file=str(file))
         section[last] = value
     return LoadedSpec(file, changed)
+
+
+def about_sections(spec: SpecLike, tokens: int, step_s: Sequence[float]) -> Iterator[str]:
+    """Yield what the sections of a valid spec say about a plan with steps of `tokens` tokens, as `Section.about_plan`.
+    `step_s`: the seconds of a step, the expected ones first."""
+    file, data = spec_data(spec)
+    for key, (kind, _default) in engines(data).sections(data).items():
+        section = checked(kind, data[key], Context(file=str(file), data=data))
+        yield section.about_plan([tokens / each for each in step_s])
 
 
 def with_limits(spec: SpecLike, limits: Iterable[str], rate: float | str | None = None) -> LoadedSpec:

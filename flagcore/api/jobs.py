@@ -326,11 +326,11 @@ measures those of the table, `benchmarks/LOG.md` has all."""
 
 def expected_seconds(
     problem: Problem, planned_s: float, loaded: LoadedPlugins
-) -> tuple[tuple[float, float, float] | None, bool]:
-    """Return the seconds that a step of the plan is expected to take with an 80% interval, and whether runs of such a
-    model (dense, or with experts) are published on these chips.
+) -> tuple[tuple[float, float, float] | None, str]:
+    """Return the seconds that a step of the plan is expected to take with an 80% interval, and why they differ from the
+    predicted `planned_s`, as text.
 
-    None if this engine made no such run on any chip, if unknown settings change the time, or with lengths or adapters.
+    None if no run of this engine and such a model (dense, or with experts) is published, and with unmodelled settings.
     """
     spec = problem.task.spec
     has_experts = spec.model.experts > 0
@@ -339,10 +339,16 @@ def expected_seconds(
         is_same_engine = job.work.engine == spec.work.engine
         return job.work.is_plain_training and is_same_engine and (job.model.experts > 0) == has_experts
 
-    here, (mean, low, high) = any(is_like(job) for job, _ in problem.published), CHOSEN[has_experts]
+    here = any(is_like(job) for job, _ in problem.published)
     known = all(each.time == (1.0, 1.0) for each in problem.platform.unmodelled) and spec.work.is_plain_training
     known = known and (here or any(is_like(job) for job, _ in nearest_runs(problem.task, loaded, others=True)))
-    return (mean * planned_s, low * planned_s, high * planned_s) if known and math.isfinite(planned_s) else None, here
+    if not known or not math.isfinite(planned_s):
+        return None, ""
+    factor, mean, low, high = (CHOSEN[has_experts][0], *(each * planned_s for each in CHOSEN[has_experts]))
+    text = N_("Expected: ~{mean} s/step (80%: {low} to {high}), {factor} times the predicted ~{planned}, as {runs}.")
+    runs = _("published runs took") if here else _("published runs on other chips took")
+    figures = {"mean": f"{mean:.4g}", "low": f"{low:.4g}", "high": f"{high:.4g}", "planned": f"{planned_s:.4g}"}
+    return (mean, low, high), _(text, factor=f"{factor:.2f}", runs=runs, **figures)
 
 
 def published_runs(problem: Problem, loaded: LoadedPlugins, limit: int | None = NEAREST) -> tuple[PublishedRun, ...]:

@@ -114,7 +114,7 @@ class Subject:
         return seconds if np.isfinite(seconds) else None
 
     @cached_property
-    def expected_s(self) -> float | None:
+    def known_s(self) -> float | None:
         """The step time in seconds without other programs: as measured, else as corrected by trials, else as predicted.
 
         The time of a trial that was stopped early is a lower bound.
@@ -144,12 +144,12 @@ class Subject:
         candidate, name = (baseline, _("the baseline")) if is_best else (best, best_name)
         known = None if candidate == self.candidate else candidate
         row = None if known is None else self.snapshot.problem.space.find(known)
-        if row is None or self.predicted is None or self.expected_s is None:
+        if row is None or self.predicted is None or self.known_s is None:
             return ""
         other = Subject.of_row(self.snapshot, row)
-        if other.expected_s is None:
+        if other.known_s is None:
             return ""
-        seconds, source = (other.expected_s, self.expected_s), expected_text((self, other))
+        seconds, source = (other.known_s, self.known_s), expected_text((self, other))
         if other.measured_s and self.measured_s:
             seconds, source = (other.measured_s, self.measured_s), _("measured")
         has_rounds = is_best and source == _("measured")
@@ -185,7 +185,7 @@ class Subject:
 
 
 def expected_text(sides: Iterable[Subject]) -> str:
-    """Return how the `expected_s` of subjects are known, of which at least one was not measured."""
+    """Return how the `known_s` of subjects are known, of which at least one was not measured."""
     text = N_("expected after trials") if any(each.snapshot.has_trials for each in sides) else N_("predicted")
     is_disturbed_once = any(each.measured_s and not each.comparable_s for each in sides)
     return _("expected after trials, if no other program uses the cores") if is_disturbed_once else _(text)

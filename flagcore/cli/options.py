@@ -62,16 +62,22 @@ quiet = _adding(lambda command, /, *arguments, quiet, **others: command(*argumen
 """Adds `--quiet` to a command without `--format`."""
 
 
-def job_words(changes: Sequence[str] = ()) -> list[str]:
-    """Return the words of the current command that describe its job. `changes` replace the `--set` of the same keys."""
-    given = click.get_current_context().params
+def job_words(changes: Sequence[str] = (), **own: object) -> list[str]:
+    """Return the words of the current command that describe its job. `changes` replace the `--set` of the same keys,
+    and `own` the options of the same names and the `--set` of their keys."""
+    given = {**click.get_current_context().params, **own}
     words = [given["spec"]] if given["spec"] else []
     for name in ("model", "engine", "nodes", "devices", "chip", "ttft_p99", "tpot_p99", "rate"):
         words += [f"--{name.replace('_', '-')}", str(given[name])] if given.get(name) else []
     chosen = [f"auto_tuner.objective={given['objective']}"] if given.get("objective") else []
     settings = {each.partition("=")[0]: each for each in (*given["settings"], *chosen, *changes)}
+    settings = {key: each for key, each in settings.items() if OPTION_OF.get(key) not in own}
     pairs = {"--slo": given["slo"], "--set": settings.values(), "--no-plugin": given.get("without", ())}
     return words + [word for option, values in pairs.items() for each in values for word in (option, each)]
+
+
+OPTION_OF = {"cluster.chip": "chip", "cluster.nodes": "nodes", "cluster.devices_per_node": "devices"}
+"""The options that set keys of a spec."""
 
 
 def is_quiet() -> bool:
@@ -297,11 +303,16 @@ def _with_model(
     rate: float | str | None = None,
     **others: Any,
 ) -> Any:
-    slo += tuple(f"p99 {name} {limit}" for name, limit in (("ttft", ttft_p99), ("tpot", tpot_p99)) if limit)
+    for name, limit in (("ttft", ttft_p99), ("tpot", tpot_p99)):
+        if limit and parse_amount(limit, SECONDS) is None:
+            text = N_("--{name}-p99 {limit}: expected a time with a unit, such as 500ms or 1s")
+            raise click.UsageError(_(text, name=name, limit=limit))
+        slo += (f"p99 {name} {limit}",) if limit else ()
     if model is None:
         if engine is not None:
             raise click.UsageError(_("--engine requires --model; with SPEC, use --set"))
-        sizes = [f"cluster.{key}={n}" for key, n in (("nodes", nodes), ("devices_per_node", devices)) if n]
+        values = {"nodes": nodes, "devices": devices}
+        sizes = [f"{key}={values[name]}" for key, name in OPTION_OF.items() if values.get(name)]
         spec = api.with_settings(spec, sizes) if sizes and spec is not None else spec
     elif (spec is not None and "candidate" not in others) or others.get("jobs") is not None:
         raise click.UsageError(_("--model replaces SPEC"))
@@ -369,7 +380,12 @@ def write_new(spec: ImportedSpec, output: Path | None) -> None:
 
 
 def write_file(file: Path, text: str) -> None:
-    """Write an output file. Raises UsageError."""
+    """Write an output file. Raises UsageError, also for a file that is an argument of the command."""
+    given = click.get_current_context().params.values()
+    words = [word for each in given for word in (each if isinstance(each, tuple) else (each,)) if word is not file]
+    files = [each for each in words if isinstance(each, (str, Path)) and os.path.isfile(each)]
+    if file.is_file() and any(map(file.samefile, files)):
+        raise click.UsageError(_("{file} is an input of this command: choose another file", file=file))
     try:
         file.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:

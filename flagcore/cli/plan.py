@@ -141,6 +141,8 @@ def _show_candidate(estimate: api.Estimate, number: int, name: str, form: str) -
     title = {PLAN: _("Recommended"), 0: _("Baseline")}.get(number) or _("Candidate {number}", number=number)
     if form == "table":
         options.show(detail_text(details, title, estimate.knobs, estimate.labels))
+        if record.get("recommended") and estimate.expected:
+            options.show("\n" + estimate.expected)
     else:
         options.show_record(details, form)
 

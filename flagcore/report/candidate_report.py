@@ -28,6 +28,7 @@ from flagcore.report.text import (
     value_text,
     values_text,
     waits,
+    word_of,
 )
 
 SAME = 1e-9
@@ -58,13 +59,13 @@ class Alternative:
     """Another candidate that is named in the report on a candidate.
 
     `differs`: the knobs in which both differ, each with the values of the reported and of the other candidate. `trial`:
-    the number of its trial, if it has one. `measured`: whether `expected_s` was measured.
+    the number of its trial, if it has one. `measured`: whether `known_s` was measured.
     """
 
     candidate: Mapping[str, KnobValue]
     differs: Mapping[str, tuple[KnobValue, KnobValue]]
     predicted: Prediction
-    expected_s: float | None
+    known_s: float | None
     trial: int | None
     measured: bool
 
@@ -84,9 +85,9 @@ class CandidateReport(Notebook):
     - `published`: the prediction with the settings of the published run that `name` stands for.
     - `believed`: the prediction corrected by trials.
     - `trials`: the trials of the candidate.
-    - `expected_s`: the step time as measured, else believed, else predicted.
+    - `known_s`: the step time as measured, else believed, else predicted.
     - `changes`: up to three other candidates: `allowed` is the nearest valid one, `faster` a faster one nearby, and
-      `fastest` the fastest of all that a plan proposes. Each has `differs`, `candidate`, `predicted`, `expected_s`,
+      `fastest` the fastest of all that a plan proposes. Each has `differs`, `candidate`, `predicted`, `known_s`,
       `trial` and `measured`.
     - `causes`: a paragraph on where the candidate spends more or less time than the best; the best is compared with the
       baseline.
@@ -109,7 +110,7 @@ class CandidateReport(Notebook):
     predicted: Prediction | None = None
     published: Prediction | None = field(default=None, metadata=IF_KNOWN)
     believed: Belief | None = None
-    expected_s: float | None = None
+    known_s: float | None = None
     trials: tuple[Mapping[str, Any], ...] = ()
     changes: Mapping[str, Alternative] = field(default_factory=dict)
     causes: str = ""
@@ -161,7 +162,7 @@ def differs_text(differs: Mapping[str, Any], knobs: Knobs) -> str:
     for name, pair in differs.items():
         knob, texts = knob_of(name, knobs), [differs[each] for each in details(name, knobs) if each in differs]
         words = [" ".join(str(each[place]) for each in texts if each[place] is not None) for place in (0, 1)]
-        before, after = (word or value_text(value) for word, value in zip(words, pair, strict=True))
+        before, after = (word or value_text(word_of(knob, value)) for word, value in zip(words, pair, strict=True))
         lines += [] if knob.part_of in differs else [f"{knob.title} {before} -> {after}"]
     return ", ".join(lines)
 
@@ -212,14 +213,14 @@ def _gain(seconds: float | None, other: float | None) -> str:
 
 def _changes(report: CandidateReport) -> Iterator[str]:
     """Yield lines with the candidates that could be tried instead."""
-    expected_s, changes = report.expected_s, dict(report.changes)
+    known_s, changes = report.known_s, dict(report.changes)
     names = dict(NAMES["changes"])
     if "fastest" in changes and changes["fastest"] == changes.get("faster"):
         names["faster"] = names["fastest"]
         del changes["fastest"]
     if not changes and report.state not in ("open", "ran"):
         yield _("No change is possible: no allowed candidate is left.")
-    elif expected_s is not None and not changes.keys() & {"faster", "fastest"}:
+    elif known_s is not None and not changes.keys() & {"faster", "fastest"}:
         yield _("No allowed candidate is expected to be faster.")
     if changes:
         yield _("Possible changes:")
@@ -227,7 +228,7 @@ def _changes(report: CandidateReport) -> Iterator[str]:
         trial = "" if change.trial is None else f", {_('trial')} {change.trial}"
         used = f"~{change.predicted.device_used_bytes / GIB:.3g} GiB{trial}"
         differs = differs_text(change.differs, report.knobs)
-        yield f"  {_(names[kind])}: {differs}: {_time(report, change)}{_gain(change.expected_s, expected_s)}, {used}"
+        yield f"  {_(names[kind])}: {differs}: {_time(report, change)}{_gain(change.known_s, known_s)}, {used}"
 
 
 def _matches(report: CandidateReport) -> Iterator[str]:
@@ -240,7 +241,7 @@ def _matches(report: CandidateReport) -> Iterator[str]:
 
 def _time(report: CandidateReport, other: Alternative) -> str:
     """Format the expected step time of another candidate."""
-    step, mark = other.expected_s, "" if other.measured else "~"
+    step, mark = other.known_s, "" if other.measured else "~"
     return _("time unknown") if step is None else f"{mark}{seconds_text(report.objective, step)}"
 
 
@@ -355,10 +356,10 @@ def _rows(both: Comparison) -> Iterator[list[str]]:
 
     yield _row(name, speed("measured"))
     if both.a.measured or both.b.measured:
-        spreads = pair("measured", lambda runs: runs.share(runs.spread_s))
-        yield [_("spread within a run"), *map(shown, spreads), "-", "-"]
-        between = pair("measured", lambda runs: runs.share(runs.between_s))
-        yield [_("spread between runs"), *map(shown, between), "-", "-"]
+        spreads = {_("spread within a run"): "spread_s", _("spread between runs"): "between_s"}
+        for words, key in spreads.items():
+            shares = pair("measured", lambda runs, key=key: runs.share(getattr(runs, key)))
+            yield [words, *("-" if each is None else f"{each:.1%}" for each in shares), "-", "-"]
         yield [_("runs"), *map(shown, pair("measured", attrgetter("runs"))), "-", "-"]
         yield _row(_("in use GiB"), pair("measured", attrgetter("device_used_gib")))
     yield _row(f"~{name}", speed("predicted"))

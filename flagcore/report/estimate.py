@@ -22,12 +22,14 @@ from flagcore.report.text import (
     gain_text,
     heading,
     interval_text,
+    knob_of,
     nearest_limit,
     part_name,
     record_line,
     search_time_text,
     slo_text,
     values_text,
+    word_of,
 )
 
 
@@ -35,7 +37,8 @@ from flagcore.report.text import (
 class ChipPlan:
     """The fastest candidate on some kinds of chips.
 
-    `time`: the seconds of each part of a step. `split`: how a mixed plan divides the work between the kinds.
+    `time`: the seconds of each part of a step. `split`: how a mixed plan divides the work between the kinds. `last`: as
+    of a candidate of `Estimate`.
     `unlimited_tokens_per_second`: the rate of the fastest candidate, also if it does not fit in memory.
     """
 
@@ -47,12 +50,13 @@ class ChipPlan:
     implementation: str
     time: Mapping[str, float] = field(default_factory=dict)
     split: str = ""
+    last: str = ""
     unlimited_tokens_per_second: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixing:
-    """The fastest plan that mixes kinds of chips, and the fastest plan of each kind alone.
+    """The plan that mixes kinds of chips, of those that start the fastest, and the fastest plan of each kind alone.
 
     - `others`: the fastest plans that divide the work in the other ways of the engine.
     - `alone`, `unable`: the plans of the kinds that can run the job alone, and the names of the other kinds.
@@ -126,7 +130,7 @@ class Estimate(Notebook):
     - `gain`: the predicted gain of the recommended candidate over the baseline, as in a run. None if unknown.
     - `limits`: the latency limits in seconds, by statistic.
     - `expected_s`: the time of a step that the recommended candidate is expected to take, and an 80% interval.
-    - `expected_here`: whether such runs are published on these chips, not only on others.
+    - `expected`: this time, why it differs from the predicted one, and what it means for the whole job, as text.
     - `crowded`: the fastest candidate that leaves no margin of memory, if it is faster than those that do.
     - `slo` of a candidate: the figures that exceed the latency limits.
     - `unmet`: a message if every candidate exceeds a limit, or if only the baseline fits, or does not.
@@ -150,7 +154,7 @@ class Estimate(Notebook):
     gain: float | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
     expected_s: tuple[float, float, float] | None = None
-    expected_here: bool = True
+    expected: str = ""
     crowded: Mapping[str, Any] | None = None
     unmet: str = ""
     untimed: int = 0
@@ -191,7 +195,7 @@ def estimate_columns(estimate: Estimate) -> dict[str, str]:
         figures = {f"~{heading(estimate.objective)}": "objective.value", **figures}
     figures |= {f"~{heading(name)}": name for name in estimate.limits if name not in figures.values()}
     figures |= table_columns("served_memory") if is_served else {}
-    optional = known_columns(rows, "layouts", "highest", "cost", "last")
+    optional = known_columns(rows, "layouts", "context", "highest", "cost", "last")
     return {"#": "number", **candidate_columns(rows, estimate.knobs), **figures, **optional}
 
 
@@ -206,8 +210,8 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
         yield _("Candidates with the least memory on {hardware}:", hardware=hardware), False
     yield _candidates_table(estimate), True
     yield "\n" + _recommended_text(estimate), True
-    if expected := expected_text(estimate):
-        yield "\n" + expected, False
+    if estimate.expected:
+        yield "\n" + estimate.expected, False
     if estimate.assumed:
         yield "\n" + assumed_text(estimate.assumed), True
     if bottleneck := bottleneck_text(read_prediction(estimate.recommended)):
@@ -222,28 +226,11 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
         lines[0] += "; " + _("recommended: {gain}", gain="~" + gain_text(estimate.objective, estimate.gain))
     yield "\n" + "\n".join(lines) + "\n\n" + funnel(estimate.counts), False
     if estimate.mixing:
-        yield "\n" + mixing_text(estimate.mixing, estimate.knobs), True
+        yield "\n" + mixing_text(estimate.mixing, estimate.knobs, estimate.recommended["candidate"]), True
     if estimate.published:
         yield "\n" + _("Published runs on this chip that are nearest to this job:"), False
         yield published_table(estimate.published[:SHOWN_RUNS]), False
     yield from ((text, False) for text in _notes(estimate) if text)
-
-
-def expected_text(estimate: Estimate) -> str:
-    """Return the seconds that a step is expected to take, with the experience from published runs, if there is any."""
-    if estimate.expected_s is None:
-        return ""
-    mean, low, high = estimate.expected_s
-    factor = mean / estimate.recommended["step_time_s"]["value"]
-    text = N_(
-        "Expected: ~{mean} s/step (80%: {low} to {high}): published runs took {factor} times their plan on average."
-    )
-    other = N_(
-        "Expected: ~{mean} s/step (80%: {low} to {high}): published runs on other chips took {factor} times their "
-        "plan on average."
-    )
-    figures = {"mean": f"{mean:.4g}", "low": f"{low:.4g}", "high": f"{high:.4g}", "factor": f"{factor:.2f}"}
-    return _(text if estimate.expected_here else other, **figures)
 
 
 def _notes(estimate: Estimate) -> Iterator[str]:
@@ -301,7 +288,13 @@ def _candidates_table(estimate: Estimate) -> str:
         columns |= {"SLO": "slo_text"}
         rows = tuple({**each, "slo_text": slo_text(each["slo"])} for each in rows)
     width = len(str(rows[-1]["number"]))
-    marks = ({"number": f"{each['number']:>{width}}{'*' * each['recommended']}"} for each in rows)
+    marks = (
+        {
+            "number": f"{each['number']:>{width}}{'*' * each['recommended']}",
+            "candidate": {n: word_of(knob_of(n, estimate.knobs), v) for n, v in each["candidate"].items()},
+        }
+        for each in rows
+    )
     return render([{**each, **mark} for each, mark in zip(rows, marks, strict=True)], "table", columns)
 
 
@@ -342,14 +335,18 @@ PAYS = 1.02
 """The throughput, relative to the fastest kind alone, from which mixing is called worthwhile."""
 
 
-def mixing_text(mixing: Mixing, knobs: Knobs) -> str:
-    """Return a table with the mixed plans, each kind alone and their sum, and a line about the gain."""
-    plans = [(_(each.split) if each.split else _("mixed"), each) for each in (mixing.mixed, *mixing.others)]
+def mixing_text(mixing: Mixing, knobs: Knobs, recommended: Mapping[str, KnobValue]) -> str:
+    """Return a table with the mixed plans, each kind alone and their sum, and a line about the gain.
+
+    The candidate `recommended` is marked, and a plan that is listed last has the reason.
+    """
+    plans = [(_(each.split or N_("mixed")), each) for each in (mixing.mixed, *mixing.others)]
     plans += [(_("alone"), each) for each in mixing.alone]
     headings = [_("plan"), _("chips"), _("devices"), "~s/step", "~tok/s", _("candidate")]
     rows = []
     for name, each in plans:
         figures = map(shown, (each.devices, each.step_time_s, each.tokens_per_second))
+        name += "*" * (each.candidate == recommended) + (f": {_(each.last)}" if each.last else "")
         rows.append([name, each.chips, *figures, values_text(each.candidate, knobs)])
     if len(mixing.alone) > 1:
         devices = sum(each.devices for each in mixing.alone)
@@ -358,7 +355,7 @@ def mixing_text(mixing: Mixing, knobs: Knobs) -> str:
 
 
 def _order_texts(mixing: Mixing) -> Iterator[str]:
-    """Yield the chips of the stages of the recommended mixed plan, and the order of its hosts, if they are known."""
+    """Yield the chips of the stages of the mixed plan, and the order of its hosts, if they are known."""
     pipelines = []
     for stages in mixing.stages:
         runs, first = [], 0
@@ -369,7 +366,7 @@ def _order_texts(mixing: Mixing) -> Iterator[str]:
             first = last + 1
         pipelines.append(", ".join(runs))
     if pipelines:
-        yield _("Recommended mixed plan: {stages}.", stages="; ".join(dict.fromkeys(pipelines)))
+        yield _("Mixed plan: {stages}.", stages="; ".join(dict.fromkeys(pipelines)))
     if mixing.kinds:
         yield _("Hosts in the order of the ranks: {kinds}.", kinds=", ".join(mixing.kinds))
 

@@ -169,8 +169,13 @@ def values_text(values: Mapping[str, Any], knobs: Knobs) -> str:
             texts = [str(values[each]) for each in details(name, knobs) if values.get(each) is not None]
             parts.append(" ".join([knob.title, *texts]))
         else:
-            parts.append(f"no {knob.title}" if value is False else f"{knob.title} {value}")
+            parts.append(f"no {knob.title}" if value is False else f"{knob.title} {word_of(knob, value)}")
     return ", ".join(parts) or _("engine defaults")
+
+
+def word_of(knob: Knob, value: Any) -> Any:
+    """Return the word that a number stands for, such as `auto` for -1, or another value itself."""
+    return next((word for word, code in knob.spellings.items() if type(value) is int and code == value), value)
 
 
 def value_text(value: object) -> str:

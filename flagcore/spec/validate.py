@@ -7,7 +7,7 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import lru_cache
 from itertools import pairwise
@@ -38,6 +38,11 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
     texts_from: ClassVar[tuple[type, ...]] = ()
     """Further classes whose docstrings of fields are those of keys."""
+
+    def about_plan(self, tokens_per_second: Sequence[float]) -> str:
+        """Return a sentence about a training plan with these rates: the expected one and, if known, the ends of its 80%
+        interval, the higher first. By default empty."""
+        return ""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
@@ -365,8 +370,9 @@ def _hint(value: object, options: list[Schema]) -> str:
 
 
 def _hint_of_number(value: object, options: list[Schema]) -> str:
-    least = [each.get("minimum", value) for each in options if each.get("type") == "integer"]
-    if isinstance(value, float) and least and min(least) <= value and value.is_integer():
+    numbers = [each for each in options if each.get("type") == "integer"]
+    limits = [(each.get("minimum", value), each.get("maximum", value)) for each in numbers]
+    if isinstance(value, float) and value.is_integer() and any(low <= value <= high for low, high in limits):
         return _("write {value}", value=int(value))
     accepts_text = any("maxLength" in option and "examples" not in option for option in options)
     return _("quote it") if accepts_text and isinstance(value, (bool, int, float)) else ""

@@ -368,6 +368,17 @@ def changes_of_load(limits: Iterable[str], rate: float | str | None) -> dict[str
 
 DEFAULTS: Mapping[str, Any] = {"input_len": 1024, "output_len": 128, "concurrency": CLIENTS_PER_DEVICE}
 """The values that a new spec needs, with their defaults."""
+MOST_CLIENTS = 100_000
+
+
+def for_devices(count: int) -> Mapping[str, Any]:
+    """Return the defaults of a plan for `count` devices, without a spec: each has its clients. Raises UsageError."""
+    if count * CLIENTS_PER_DEVICE > MOST_CLIENTS:
+        text = N_("--nodes, --devices: {count:,} devices are too many for the default load; write a spec: flag init")
+        raise UsageError(_(text, count=count))
+    return {**DEFAULTS, "concurrency": count * CLIENTS_PER_DEVICE}
+
+
 PROPOSED: Mapping[str, Any] = {"range_spread": 0.5}
 """Further values that `flag init` proposes: lengths of real loads differ."""
 PARTS: Mapping[str, type[Section]] = {"serve": ServeSection, "serve.profile": ProfileSection}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -165,20 +165,23 @@ def _explain(found: Sizing, run: Path | None) -> None:
         options.show_records([asdict(each) for each in found.hours], "table", HOURS)
     if run is not None:
         return
-    replica = {"chip": best.chip, "nodes": best.nodes, "devices_per_node": best.devices_per_replica // best.nodes}
-    changes = [f"cluster.{key}={value}" for key, value in replica.items()]
-    words = ["flag", "tune", *options.job_words(changes), *HIGHEST]
-    options.say(_("Write the files that start it: {command}", command=_export(found, changes)))
+    replica: dict[str, Any] = {
+        "chip": best.chip,
+        "nodes": best.nodes,
+        "devices": best.devices_per_replica // best.nodes,
+    }
+    words = ["flag", "tune", *options.job_words(**replica), *HIGHEST]
+    options.say(_("Write the files that start it: {command}", command=_export(found, replica)))
     options.say(_("Confirm one replica by trials: {command}", command=shlex.join([*words, "--run-dir", REPLICA])))
     options.say(
         _("Then size by its measured rate: {command}", command=f"flag size --run {REPLICA} --rate {found.rate:g}")
     )
 
 
-def _export(found: Sizing, changes: Sequence[str]) -> str:
+def _export(found: Sizing, replica: Mapping[str, Any]) -> str:
     """Return the command that exports the servers of the best size: all to Kubernetes if it is a target, or else one.
 
-    `changes`: the settings of a replica.
+    `replica`: the chip, the nodes and the devices per node of a replica.
     """
     from flagcore.api.commands.export import export_targets
     from flagcore_serving.sizing import RATE
@@ -187,7 +190,7 @@ def _export(found: Sizing, changes: Sequence[str]) -> str:
     load = dict(found.best.load)
     rate = ["--rate", str(load.pop(RATE))]  # in place of a number of clients
     keys = [f"{key}={value}" for key, value in load.items()]
-    words = ["flag", "export", *options.job_words([*changes, *keys, f"auto_tuner.space={json.dumps(values)}"]), *rate]
+    words = ["flag", "export", *options.job_words([*keys, f"auto_tuner.space={json.dumps(values)}"], **replica), *rate]
     if "kubernetes" in export_targets(found.engine):
         copies = ["--replicas", str(found.best.replicas)] if found.best.replicas > 1 else []
         command = shlex.join([*words, "--to", "kubernetes", *copies])

@@ -7,11 +7,12 @@ The highest rate of a replica is found only to RESOLUTION. Where that could cost
 predicted, too, so that the number is that of predictions of each number of replicas.
 """
 
+import logging
 import math
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ import numpy as np
 
 from flagcore import Estimate, estimate
 from flagcore.api.inputs import LoadedSpec, SpecLike, changed_spec, open_spec, spec_data
+from flagcore.api.notes import LOG
 from flagcore.api.runs import read_result
 from flagcore.domain.knob import Knobs
 from flagcore.domain.metrics import HIGHEST_LOAD
@@ -341,7 +343,13 @@ def sizing(
         raise UsageError(
             _("--rate {rate:g}: give at most {most:g} requests per second", rate=rate, most=MAX_TOTAL_RATE)
         )
-    loaded, planned = LoadedSpec(file, data), partial(estimate, top=LISTED, distinct=True, without=without)
+    loaded, estimated = LoadedSpec(file, data), partial(estimate, top=LISTED, distinct=True, without=without)
+    said = set[str]()
+
+    def planned(spec: SpecLike) -> Estimate:
+        with _once(said):
+            return estimated(spec)
+
     found = sizes_of(loaded, rate, chips, planned) if run is None else [measured_size(loaded, rate, run)]
     best = found[0]
     spec = _replica(loaded, best.chip, None, best.nodes, best.devices_per_replica // best.nodes)
@@ -349,7 +357,8 @@ def sizing(
         _replicas(each.rate, best.rate) if run is not None else _fewest(spec, best.rate, each.rate, planned)[0]
         for each in hours
     )
-    opened = open_spec(changed_spec(spec, {RATE: "auto", "serve.profile.concurrency": None}))
+    with _once(said):
+        opened = open_spec(changed_spec(spec, {RATE: "auto", "serve.profile.concurrency": None}))
     return Sizing(
         rate=rate,
         sizes=tuple(found),
@@ -363,11 +372,28 @@ def sizing(
     )
 
 
+@contextmanager
+def _once(said: set[str]) -> Iterator[None]:
+    """Log no warning that is in `said`, and add those of the block: each size is a plan with the same ones."""
+
+    def is_new(record: logging.LogRecord) -> bool:
+        count = len(said)
+        said.add(record.getMessage())
+        return len(said) > count
+
+    LOG.addFilter(is_new)
+    try:
+        yield
+    finally:
+        LOG.removeFilter(is_new)
+
+
 def _assumed(work: Any) -> str:
     """Return the requests and the limits of servers, in words."""
     load: Load = work.loads[0]
     shared = N_("of which all prompts share {count:,}") if load.prefix_len else N_("without a shared prefix")
-    requests = load.trace or ", ".join([lengths_text(load), _(shared, count=load.prefix_len)])
+    count = _("at least {count:,} requests", count=SEARCHED)
+    requests = load.trace or ", ".join([lengths_text(load), _(shared, count=load.prefix_len), count])
     return _("for {requests}, within {limits}", requests=requests, limits=limits_text(work.slo))
 
 

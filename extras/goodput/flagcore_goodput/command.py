@@ -119,6 +119,7 @@ def goodput(
     `settings` (`KEY=VALUE`) change the spec; of a run, only its job. Raises the errors of `flagcore.errors`.
     """
     from flagcore.api.inputs import spec_data, with_settings
+    from flagcore.api.jobs import expected_seconds
     from flagcore.api.runs import SPEC, load_snapshot
     from flagcore_goodput.goodput import WholeJob, break_evens, ranked, started_s
     from flagcore_goodput.job import PUBLISHED, read_job
@@ -140,6 +141,8 @@ def goodput(
         notes.append(_(text, seconds=start_s))
     whole = WholeJob.of(job, snapshot.problem)
     found = ranked(snapshot, whole, top)
+    if not is_run and (text := expected_seconds(snapshot.problem, found[0].step_s, snapshot.plugins)[1]):
+        notes.append(_("{expected} The tables have the predicted time.", expected=text))
     notes += break_evens(whole, found[0])
     missing = [
         name for name in ("device_mtbf", "storage_bytes_per_second", "restart_time") if getattr(job, name) is None
@@ -168,9 +171,12 @@ def _tables(records: list[dict[str, Any]], knobs: Knobs) -> Iterator[str]:
             shown(each["interval_s"] and each["interval_s"] / 60.0),
             "-" if share is None else f"{share:.1%}",
             shown(day and day / 1e9),
+            *(shown(each[key]) for key in asked),
         ]
 
-    headings = [_("held s"), _("written s"), _("steps"), _("minutes"), _("goodput"), _("G tokens/day")]
+    first = records[0]["ways"][records[0]["way"]]
+    asked = {key: name for key, name in {"days": _("days"), "tokens": _("tokens")}.items() if first[key]}
+    headings = [_("held s"), _("written s"), _("steps"), _("minutes"), _("goodput"), _("G tokens/day"), *asked.values()]
     rows = []
     for each in records:
         start = (str(each["number"]), values_text(each["candidate"], knobs), shown(each["tokens_per_second"]))

@@ -17,10 +17,10 @@ from flagcore.i18n import N_, _
 from flagcore.tuner.feasibility import require_candidate
 from flagcore.tuner.problem import rows_by_time
 from flagcore_goodput.checkpoint import Checkpoint, checkpoints
-from flagcore_goodput.job import FORMATS, PUBLISHED, Job
+from flagcore_goodput.job import DAY, FORMATS, PUBLISHED, Job
 from flagcore_goodput.losses import best_interval, crossing, share_of_work, waiting_share, young_interval
 
-DAY, HOUR = 86_400.0, 3_600.0
+HOUR = 3_600.0
 BLOCK = 64
 """The number of candidates whose checkpoints are computed at a time."""
 Figures = Mapping[str, FloatArray]
@@ -175,8 +175,24 @@ def ranked(snapshot: Snapshot, whole: WholeJob, top: int) -> list[Planned]:
             seen.add(key)
             planned = _planned(whole, start + place + 1, row, float(times[row]), sizes.take(place))
             found.append((_best(planned) / planned.step_s, planned))
+        if max(speed * planned.step_s for speed, planned in found) < NO_PROGRESS:
+            raise NothingFits(_no_progress(whole, found[0][1].step_s))
     found.sort(key=lambda each: (-each[0], each[1].step_s))
     return [each for _speed, each in found[:top]]
+
+
+NO_PROGRESS = 0.001
+"""The share of the time below which a job is said to make no progress."""
+
+
+def _no_progress(whole: WholeJob, step_s: float) -> str:
+    """Return why a job with steps of `step_s` seconds makes no progress."""
+    text = N_(
+        "the job makes no progress: it fails every {mtbf:.3g} s (job.device_mtbf / {devices} devices), a step takes "
+        "{step:.3g} s, and a restart {restart:.3g} s (job.restart_time)"
+    )
+    restart_s = whole.job.restart_time or 0.0
+    return _(text, mtbf=whole.mtbf_s or np.nan, devices=whole.devices, step=step_s, restart=restart_s)
 
 
 def _planned(whole: WholeJob, number: int, row: int, step_s: float, size: Checkpoint) -> Planned:

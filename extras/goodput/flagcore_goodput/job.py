@@ -1,6 +1,6 @@
 """The section `job` of a spec: how long a job runs, what interrupts it, and how fast it saves."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -8,6 +8,7 @@ from annotated_types import Interval
 from pydantic import Field, ValidationInfo, model_validator
 
 from flagcore.domain.units import SECONDS, Fraction, InUnits, NoDevices, Rate, Seconds, Size
+from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import package_yaml, spec_error
 from flagcore.spec.validate import Context, Section, checked, rule
 
@@ -15,6 +16,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = package_yaml(__package__, "failures
 """Published failure rates by name."""
 FORMATS: Mapping[str, Mapping[str, Any]] = package_yaml(__package__, "formats.yaml")
 """The checkpoints of engines, and the ways to save them."""
+DAY = 86_400.0
 Way = Literal["sync", "parallel", "async", "memory"]
 
 
@@ -51,6 +53,21 @@ class Job(Section):
     memory (also kept in the memory of hosts); null: all of the engine, memory only with process_failures."""
     save_interval: Size | None = None
     """Steps between saves; null: the best number."""
+
+    def about_plan(self, tokens_per_second: Sequence[float]) -> str:
+        """Return the days, or the tokens, that a plan takes if nothing interrupts it."""
+        if not self.tokens and not self.days:
+            return ""
+        if self.tokens:
+            ends = sorted(self.tokens / each / DAY for each in tokens_per_second)
+            text, mean = N_("~{mean} days{interval} for {given:.4g} tokens"), self.tokens / tokens_per_second[0] / DAY
+        else:
+            seconds = (self.days or 0.0) * DAY
+            ends = sorted(seconds * each for each in tokens_per_second)
+            text, mean = N_("~{mean} tokens{interval} in {given:.4g} days"), seconds * tokens_per_second[0]
+        interval = _(" (80%: {low} to {high})", low=f"{ends[0]:.3g}", high=f"{ends[-1]:.3g}") if len(ends) > 1 else ""
+        found = _(text, mean=f"{mean:.3g}", interval=interval, given=self.tokens or self.days)
+        return _("{found}, without saves and failures: see `flag goodput`.", found=found)
 
     @model_validator(mode="after")
     def _is_possible(self, info: ValidationInfo[Any]) -> "Job":

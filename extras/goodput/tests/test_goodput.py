@@ -15,7 +15,7 @@ from flagcore_goodput.losses import best_interval, crossing, share_of_work, wait
 
 from flagcore import api
 from flagcore.api.inputs import read_spec, without_budget
-from flagcore.errors import SpecError, UsageError
+from flagcore.errors import NothingFits, SpecError, UsageError
 
 DAY, HOUR = 86_400.0, 3_600.0
 SIZES = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32}
@@ -240,6 +240,20 @@ def test_unknown_inputs_give_a_break_even(without: str, words: str) -> None:
         "storage_bytes_per_second",
     )
     assert not [note for note in goodput(spec(job), 1)[1] if words in note]
+
+
+def test_a_job_that_fails_before_each_step_makes_no_progress() -> None:
+    with pytest.raises(NothingFits, match="no progress"):
+        goodput(spec({**KNOWN, "device_mtbf": 1.0}))
+
+
+def test_an_estimate_has_the_days_of_the_tokens_and_goodput_no_less() -> None:
+    tokens = {**KNOWN, "tokens": 1e12}
+    plan, best = api.estimate(spec(tokens)), goodput(spec(tokens))[0][0]
+    assert plan.expected_s
+    rate = 256 * 4096 / plan.expected_s[0]
+    assert f"~{1e12 / rate / DAY:.3g} days" in plan.expected
+    assert best["ways"][best["way"]]["days"] * plan.expected_s[0] > 1e12 / rate / DAY * best["step_time_s"]
 
 
 def test_crossing_is_the_largest_change_of_sign() -> None:

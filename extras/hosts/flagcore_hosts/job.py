@@ -179,13 +179,15 @@ def run_job(
             starts += 1
             progress.end(ended.code)
             used = starts + progress.in_place
+            reason = f"host {ended.detail}" if ended.lost_host else _reason(ended)
             if used > restarts:
+                if restarts:
+                    warn([_("flag: no restart is left of {restarts}: {reason}", restarts=restarts, reason=reason)])
                 if ended.lost_host:
-                    raise HostLost("", f"host {ended.detail}")
-                return ended.code if ended.code >= 0 else 128 - ended.code
+                    raise HostLost("", reason)
+                return (ended.code if ended.code >= 0 else 128 - ended.code) or 1
             if ended.lost_host:
                 launcher.failures[ended.lost_host] = 0  # it may return: only the time of its last failure counts
-            reason = f"host {ended.detail}" if ended.lost_host else _reason(ended)
             warn([_("flag: restart {number} of {restarts}: {reason}", number=used, restarts=restarts, reason=reason)])
     if used := starts + progress.in_place:
         text = N_("flag: the job is complete after {count} restarts; steps that ran again: {lost}")

@@ -193,6 +193,8 @@ def command_command(context: click.Context, /, command: tuple[str, ...], output:
     from flagcore.spec.plain_data import read_text
 
     text = read_text(Path("-"), file="-", key="stdin").replace("\r\n", "\n") if command == ("-",) else ""
+    if command == ("-",) and not text.strip():
+        raise click.UsageError(_("{file} is empty", file="stdin"))
     imported = read_command(context.info_name, () if text else command, text=text, **given)
     options.print_notes(imported.notes)
     options.write_new(imported, output)
@@ -222,10 +224,10 @@ def history_command(context: click.Context, /, csv: Path, same_machine: bool, fo
 
     `flag tune SPEC --run-dir DIR` resumes it. Rows and columns that are skipped are reported on stderr.
     """
-    from flagcore.api.commands.importing import import_history
     from flagcore.report.formats import table_columns
     from flagcore.report.result import TrialResult
     from flagcore.report.text import candidate_columns
+    from flagcore_importers.history import import_history
 
     importer = str(context.info_name).removesuffix(HISTORY)
     imported = import_history(csv, same_machine=same_machine, importer=importer, **given)

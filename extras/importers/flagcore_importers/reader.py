@@ -72,7 +72,11 @@ def _command(words: Sequence[str], text: str) -> tuple[list[str], str | None]:
     if text or len(words) != 1:
         return list(words), text or None
     if os.path.isfile(words[0]):
-        return ["bash", words[0]], read_text(Path(words[0]), file=words[0], key="file")
+        if not (content := read_text(Path(words[0]), file=words[0], key="file")).strip():
+            raise UsageError(_("{file} is empty", file=words[0]))
+        return ["bash", words[0]], content
+    if os.path.isdir(words[0]):
+        raise UsageError(_("{file} is a folder: give the script in it that starts the engine", file=words[0]))
     command = split_words(words[0])
     if {">", ">>", "2>&1", "|", "&", "&&", ";"} & set(command):
         return [], words[0]  # a shell has to read it

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.domain.metrics import load_text
+from flagcore.domain.trial import ESTIMATE
 from flagcore.i18n import N_, _, ngettext
 from flagcore.report.blocks import Cell, Facts, Text, table
 from flagcore.report.formats import NAMES, lookup, shown, size_text
@@ -59,7 +60,8 @@ def _job(run: RunData) -> Iterator[str]:
     yield ", ".join(dict.fromkeys(map(load_text, points)))
     yield limits_text(run.limits)
     how = _("not measured") if run.is_unmeasured else _(NAMES["trials_made"][run.fidelity])
-    yield ngettext("{count} candidate, {how}", "{count} candidates, {how}", len(run.trials), how=how)
+    made = run.counts.candidates if run.fidelity == ESTIMATE else len(run.trials)  # a plan lists its first ones
+    yield ngettext("{count:,} candidate, {how}", "{count:,} candidates, {how}", made, how=how)
     yield _("objective: {objective}", objective=run.unit)
     spent_s = sum(each.duration_s for each in run.all_trials)
     yield duration_text(spent_s) if spent_s else ""

@@ -26,6 +26,7 @@ from flagcore.report.text import (
     part_name,
     value_text,
     values_text,
+    word_of,
 )
 from flagcore_page.blocks import Block, Chart, Collapsed, Section, size
 from flagcore_page.charts import OTHER, Bar, Bars, Plot, Series, Stack, Stacks, linear, spread
@@ -52,14 +53,19 @@ def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Chart:
     fastest_s = min(_seconds(value) for knob in knobs for value in knob["values"])
     rows, bars = list[list[Any]](), list[Bar]()
     for knob in sorted(knobs, key=lambda knob: -max(map(_seconds, knob["values"]))):
-        name = knob_of(str(knob["knob"]), run.knobs).title
+        own = knob_of(str(knob["knob"]), run.knobs)
+        name = own.title
         for value in knob["values"]:
             figure = lookup(value, "fastest.predicted.objective.value") if run.serves else _seconds(value)
-            row: list[Any] = [name, value_text(value["value"]), _("yes") if value["value"] == knob["best"] else ""]
+            row: list[Any] = [
+                name,
+                value_text(word_of(own, value["value"])),
+                _("yes") if value["value"] == knob["best"] else "",
+            ]
             row += [percent(_seconds(value) / fastest_s - 1.0, signed=True), figure, value["candidates"]]
             rows.append([*row, values_text(value["fastest"]["candidate"], run.knobs)])
         best, worst = (pick(knob["values"], key=_seconds) for pick in (min, max))
-        names = {"worst": value_text(worst["value"]), "best": value_text(best["value"])}
+        names = {key: value_text(word_of(own, each["value"])) for key, each in (("worst", worst), ("best", best))}
         slower = _seconds(worst) / fastest_s - 1.0
         text = _("{knob}: {worst} instead of {best}", knob=name, **names)
         bars.append(Bar(text, OTHER, slower, slower, slower, f"+{slower:.1%}"))

@@ -73,7 +73,8 @@ def configurations(run: RunData) -> Chart | None:
         )
     if len(bars) < 2:
         return None
-    summary = [_("{count} of {total} configurations, the fastest first.", count=len(bars), total=len(run.trials))]
+    total = run.counts.candidates if run.fidelity == ESTIMATE else len(run.trials)
+    summary = [_("{count} of {total:,} configurations, the fastest first.", count=len(bars), total=total)]
     if missing := len(run.trials) - len(known):
         summary.append(ngettext("{count} has no measurement.", "{count} have no measurement.", missing))
     if run.fidelity == ESTIMATE:

@@ -148,8 +148,8 @@ def _times(a: Subject, b: Subject) -> tuple[tuple[float, float] | None, str]:
         is_clear = significant(longer, a.runs, b.runs) and not overlap(*steps)
         return (a.measured_s, b.measured_s), SIGNIFICANT if is_clear else NOT_SIGNIFICANT
     has_trials = a.snapshot.has_trials and b.snapshot.has_trials
-    if has_trials and a.expected_s and b.expected_s:
-        return (a.expected_s, b.expected_s), CORRECTED
+    if has_trials and a.known_s and b.known_s:
+        return (a.known_s, b.known_s), CORRECTED
     if a.predicted_s and b.predicted_s:
         return (a.predicted_s, b.predicted_s), PREDICTED
     return None, UNKNOWN

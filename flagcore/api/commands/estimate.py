@@ -11,7 +11,7 @@ import numpy as np
 
 from flagcore.api.commands.export import first_target
 from flagcore.api.commands.report import plan_report
-from flagcore.api.inputs import SpecLike, changed_spec, open_spec
+from flagcore.api.inputs import SpecLike, about_sections, changed_spec, open_spec
 from flagcore.api.jobs import NEAREST, detailed_predictions, expected_seconds, published_runs
 from flagcore.api.runs import snapshot_of
 from flagcore.contracts import Platform, Problem
@@ -25,7 +25,7 @@ from flagcore.domain.spec import AUTO, Spec, Task, pareto
 from flagcore.errors import FlagError, NothingFits
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
-from flagcore.report.estimate import ChipPlan, Estimate, Mixing, expected_text
+from flagcore.report.estimate import ChipPlan, Estimate, Mixing
 from flagcore.report.text import DEPTHS, candidate_line
 from flagcore.tuner.effects import effects_of_row
 from flagcore.tuner.feasibility import caveat_text, no_time, nothing_fits_text, planned_gain, search_time
@@ -83,7 +83,8 @@ def estimate(
     can_start = not task.spec.work.missing
     row = int(order[place])
     target = first_target(snapshot_of(opened), problem.space.candidate(row)) if start and can_start else ""
-    expected_s, is_here = expected_seconds(problem, float(problem.predictions.step_time_s[row]), loaded)
+    planned_s = float(problem.predictions.step_time_s[row])
+    expected_s, expected = expected_seconds(problem, planned_s, loaded)
     untimed = int(np.isnan(problem.predictions.step_time_s[order]).sum())
     candidates = _candidates(problem, order, top, place, distinct=distinct)
     if expected_s:
@@ -98,7 +99,9 @@ def estimate(
         limits=task.spec.work.slo,
         defaults=_engine_defaults(problem),
         expected_s=expected_s,
-        expected_here=is_here,
+        expected=" ".join(
+            filter(None, [expected, *about_sections(spec, task.spec.work.step_tokens, expected_s or (planned_s,))])
+        ),
         unmet=caveat_text(problem),
         objective=task.spec.objective,
         model=tuple(model_table(problem.engine.plans.model(task))),
@@ -118,7 +121,7 @@ def estimate(
         target=target,
     )
     if on_page is not None:
-        on_page(plan_report(problem, spec, start(target) if start and target else "", expected_text(found)))
+        on_page(plan_report(problem, spec, start(target) if start and target else "", found.expected))
     return found
 
 
@@ -271,20 +274,24 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
 
 
 def mixing_of(spec: Spec, problem: Problem, plugins: LoadedPlugins) -> Mixing | None:
-    """Compare a mixed cluster with each of its chips alone. Returns None if no mixed plan has a predicted time."""
+    """Compare a mixed cluster with each of its chips alone. Returns None if no mixed plan has a predicted time.
+
+    The way of the recommended candidate comes first, and a way that no program starts last.
+    """
     order, titles = rows_by_time(problem), problem.task.cluster.names
+    plan, last = int(order[recommended(problem, order)]), listed_last(problem)
     ways = problem.engine.plans.splits(problem.task, problem.space.columns(order))
     rows_of_ways = {name: order[rows] for name, rows in ways.items()} or {"": order}
-    plans = [(rows, _plan(problem, rows, name)) for name, rows in rows_of_ways.items()]
-    known_plans = [(plan, row) for row, plan in plans if plan]
+    best = {name: int(rows[recommended(problem, rows)]) for name, rows in rows_of_ways.items() if rows.size}
+    plans = [(row, _plan(problem, row, name, LAST[last[row]])) for name, row in best.items()]
+    known_plans = [(row != plan, last[row], found.step_time_s, row, found) for row, found in plans if found]
     if not known_plans:
         return None
-    (mixed, rows), *other_plans = sorted(known_plans, key=lambda pair: pair[0].step_time_s)
-    row = int(rows[recommended(problem, rows)])
+    (*_key, row, mixed), *other_plans = sorted(known_plans, key=lambda each: each[:3])
     alone = {title: _alone(spec, problem, group, plugins) for group, title in enumerate(titles)}
     return Mixing(
         mixed=mixed,
-        others=tuple(plan for plan, _ in other_plans),
+        others=tuple(each[-1] for each in other_plans),
         alone=tuple(plan for plan in alone.values() if plan),
         unable=tuple(title for title, plan in alone.items() if plan is None),
         limit=limit(problem.predictions.row(row)),
@@ -319,30 +326,29 @@ def _alone(spec: Spec, mixed: Problem, group: int, plugins: LoadedPlugins) -> Ch
     spec_of_kind = replace(spec, cluster=spec.cluster.groups[group], space=space, baseline=None)
     try:
         problem = build_problem(spec_of_kind, plugins, engine, plan=True)
-        return _plan(problem, rows_by_time(problem))
+        return None if (row := recommended_row(problem)) is None else _plan(problem, row)
     except FlagError:
         return None
 
 
-def _plan(problem: Problem, rows: IntArray, split: str = "") -> ChipPlan | None:
-    """Return the recommended one of `rows` as a plan, or None if there are no rows or its time is unknown."""
-    cluster, train = problem.task.cluster, problem.task.spec.train
-    for row in rows[[recommended(problem, rows)]].tolist() if rows.size else ():
-        prediction = problem.predictions.row(row)
-        if (seconds := prediction.step_time_s) is not None:
-            tokens = train.step_tokens
-            return ChipPlan(
-                chips=cluster.chips,
-                devices=cluster.devices,
-                tokens_per_second=tokens / seconds,
-                step_time_s=seconds,
-                candidate=problem.space.candidate(row).as_dict(),
-                implementation=train.implementation or "local",
-                time=prediction.time_s,
-                split=split,
-                unlimited_tokens_per_second=tokens / float(np.nanmin(problem.predictions.step_time_s)),
-            )
-    return None
+def _plan(problem: Problem, row: int, split: str = "", last: str = "") -> ChipPlan | None:
+    """Return a candidate as a plan, or None if its time is unknown."""
+    cluster, train, prediction = problem.task.cluster, problem.task.spec.train, problem.predictions.row(row)
+    if (seconds := prediction.step_time_s) is None:
+        return None
+    tokens = train.step_tokens
+    return ChipPlan(
+        chips=cluster.chips,
+        devices=cluster.devices,
+        tokens_per_second=tokens / seconds,
+        step_time_s=seconds,
+        candidate=problem.space.candidate(row).as_dict(),
+        implementation=train.implementation or "local",
+        time=prediction.time_s,
+        split=split,
+        last=last,
+        unlimited_tokens_per_second=tokens / float(np.nanmin(problem.predictions.step_time_s)),
+    )
 
 
 DOUBLINGS = 4

@@ -10,7 +10,7 @@ from flagcore import plugins
 from flagcore.api.candidate_parser import values_of
 from flagcore.api.commands.estimate import knob_record, plugin_notes
 from flagcore.api.inputs import SpecLike, changed_spec, read_spec
-from flagcore.api.jobs import predicted_like, published_job
+from flagcore.api.jobs import expected_seconds, predicted_like, published_job
 from flagcore.api.runs import Snapshot, all_trials, load_snapshot, no_best_error
 from flagcore.api.subject import Subject, best_of
 from flagcore.domain.plan import failed_repeats
@@ -174,6 +174,8 @@ def _why_open(subject: Subject) -> list[str]:
     lines = [_("number {place:,} of {count:,} in `flag estimate`", place=place, count=order.size) for place in places]
     if subject.row is not None and subject.row == recommended_row(subject.snapshot.problem):
         lines.append(_("recommended") if run is None else _("recommended by `flag estimate`"))
+        planned_s = float(subject.snapshot.problem.predictions.step_time_s[subject.row])
+        lines += filter(None, [expected_seconds(subject.snapshot.problem, planned_s, subject.snapshot.plugins)[1]])
     if places and lacks_margin(subject.snapshot.task, subject.snapshot.problem.predictions)[subject.row]:
         text = N_("plans list it last, because it leaves less than {share:.1%} of the memory free")
         lines.append(_(text, share=1.0 - PLANNED_SHARE))
@@ -299,7 +301,7 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
         believed=None if state == RAN and not is_disturbed(subject.runs) else subject.believed,
         objective=snapshot.task.spec.objective,
         requested=subject.requested.as_dict() if is_equivalent else None,
-        expected_s=subject.expected_s,
+        known_s=subject.known_s,
         trials=tuple(TrialResult.write(trial) for trial in subject.trials),
         changes={kind: _change(subject, row) for kind, row in changes.items()},
         causes=subject.causes,
@@ -330,7 +332,7 @@ def _change(subject: Subject, row: int) -> Alternative:
         candidate=other.candidate.as_dict(),
         differs=subject.differing(other.candidate),
         predicted=with_figures(snapshot.task, snapshot.problem.predictions.row(row)),
-        expected_s=other.expected_s,
+        known_s=other.known_s,
         trial=next(trials, None),
         measured=other.comparable_s is not None,
     )

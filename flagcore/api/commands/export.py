@@ -68,6 +68,13 @@ def export(
     if work.missing:
         fix = N_("set it: a prediction does without it, a start does not")
         raise SpecError(key=f"{work.kind}.{work.missing}", problem="is missing", fix=fix)
+    if target not in (exporters := _exporters(work.engine, target)):
+        extras = (plugins.missing_extra(group, target) for group in (plugins.LAUNCHERS, plugins.IMPORTERS))
+        fix = next(filter(None, extras), "") or did_you_mean(target, exporters)
+        text = _(
+            "--to {target} is not a target of this job: use one of {known}", target=target, known=", ".join(exporters)
+        )
+        raise UsageError("; ".join(filter(None, [text, fix])))
     with writable(folder, _("choose another folder with --output")), _whole_folder(folder) as draft:
         files_of = partial(_files, snapshot, chosen, draft, job_id, options or {})
         try:
@@ -123,12 +130,7 @@ def _files(
     snapshot: Snapshot, candidate: Candidate, folder: Path, name: str, options: Mapping[str, str], target: str
 ) -> tuple[Mapping[str, str], str]:
     """Return the content of each file for a target, and what is missing. Raises UsageError if it is refused."""
-    exporters = _exporters(snapshot.task.spec.work.engine, target)
-    if target not in exporters:
-        extras = (plugins.missing_extra(group, target) for group in (plugins.LAUNCHERS, plugins.IMPORTERS))
-        fix = next(filter(None, extras), "") or did_you_mean(target, exporters)
-        raise UsageError("; ".join(filter(None, [_("--to {target} is not a target of this job", target=target), fix])))
-    exporter = exporters[target]
+    exporter = _exporters(snapshot.task.spec.work.engine, target)[target]
     job = _job(snapshot, candidate, exporter, folder, name, options)
     most = getattr(exporter, "most_vendors", 0)
     if job.unequal_nodes and len({group.chip.vendor for group in snapshot.task.cluster.groups}) > most:
@@ -248,8 +250,10 @@ def _comments(snapshot: Snapshot, candidate: Candidate) -> tuple[str, ...]:
     own = [(knobs[name], value) for name, value in candidate.items if name in knobs and value is not None]
     state = snapshot.search_state
     answers = answers_text(state.reported_trial(state.by_candidate.get(candidate)), state.baseline)
+    variables = ", ".join(snapshot.problem.platform.environment)
     return (
         first,
         *filter(None, [answers]),
         *(f"  {knob.name} = {value}: {knob.help}" for knob, value in own if value != knob.neutral),
+        *([f"  {variables}: what the plugins of the chips set, see docs/vendors.md"] if variables else []),
     )

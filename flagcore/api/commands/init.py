@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.inputs import LoadedSpec, check_chips, check_spec
+from flagcore.api.inputs import UNNAMED, LoadedSpec, check_chips, check_spec
 from flagcore.api.notes import LOG
 from flagcore.contracts import ImportedSpec
 from flagcore.domain.chip import USUAL_DEVICES
@@ -39,7 +39,7 @@ def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mappin
     data[kind] = {"engine": engine, **(values if inner == kind else {inner: dict(values)})}
     sections: dict[str, type[Section]] = {"": CommonSection, "cluster": ClusterSection, **parts}
     data["auto_tuner"] = {"control": {"max_trials": 20, "max_time": 3600}}
-    check_spec(LoadedSpec(Path(), data))
+    check_spec(LoadedSpec(UNNAMED, data))
     check_chips(cluster)
     return ImportedSpec(data=data, notes=tuple(_comments(data, sections)))
 
@@ -55,15 +55,15 @@ def spec_of_model(
     """Return a spec for a model without a file, with its name and the defaults of a new spec. Raises SpecError.
 
     `engine`: None means the engine that is the default for plans. `chip`: None means that of this machine. `devices`:
-    the number per node; None means all. The clients of servers are those of a new spec for each device.
+    the number per node; None means all. A kind of jobs may have other defaults `for_devices`.
     """
     kinds = plugins.usable(plugins.kinds(), LOG.debug).values()
     engine = engine or next((kind.plans_with for kind in kinds if kind.plans_with), "")
     cluster: dict[str, Any] = {"nodes": nodes or 1}
     cluster |= {key: value for key, value in (("chip", chip), ("devices_per_node", devices)) if value is not None}
     count = cluster["nodes"] * (devices or (USUAL_DEVICES if chip or nodes else 1))
-    defaults = _documents_of(engine).DEFAULTS.items()
-    values = {key: count * value if key == "concurrency" else value for key, value in defaults}
+    documents = _documents_of(engine)
+    values = documents.for_devices(count) if hasattr(documents, "for_devices") else documents.DEFAULTS
     return LoadedSpec(job_name(Path(model).name), new_spec(engine, model, cluster, values).data)
 
 

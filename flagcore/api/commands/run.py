@@ -21,7 +21,7 @@ import psutil
 from flagcore import plugins
 from flagcore.api.commands.init import spec_of_model
 from flagcore.api.commands.tune import tune
-from flagcore.api.inputs import loaded_plugins, read_spec
+from flagcore.api.inputs import check_chips, loaded_plugins, read_spec
 from flagcore.api.notes import LOG, warn
 from flagcore.api.outcome import SECRETS, SECRETS_HERE
 from flagcore.api.runs import no_best_error, read_run
@@ -68,6 +68,9 @@ def run_best(
         raise UsageError(_("--port: the best configuration of {run} is no server that starts here", run=run_dir))
     if (restarts or spares or stall) and ready:
         raise UsageError(_("--restarts, --spares, --stall: the best configuration of {run} is a server", run=run_dir))
+    if missing and restarts and not dry_run:
+        text = N_("--restarts: the best configuration of {run} has no train.command that can start again")
+        raise UsageError(_(text, run=run_dir))
     if dry_run or missing:
         (sys.stderr if stdout == 2 else sys.stdout).write(Path(argv[1]).read_text(encoding="utf-8"))
     sys.stdout.flush()
@@ -90,23 +93,34 @@ def run_best(
 def plan_server(model: str, run_dir: Path, *, chip: str | None, engine: str | None = None) -> None:
     """Write a run with the fastest predicted configuration of a server for a model, without measuring.
 
-    `chip`, `engine`: None means that of this machine, and the first that can start here. Raises NoDevice if none can.
+    `chip`, `engine`: None means that of this machine, and the first that can start here. Raises NoDevice if none can,
+    UsageError for a spec or a run, and SpecError for an unknown chip.
     """
+    if Path(model).suffix in (".yaml", ".yml") or Path(model, IDENTITY).exists():
+        text = N_("{model} is a spec or a run; --chip and --engine are for weights: start a run without them")
+        raise UsageError(_(text, model=model))
+    check_chips({"chip": chip} if chip else None)
     with loaded_plugins(()) as loaded:
         found = [each for device in loaded.devices() if (each := loaded.find_chip(device.chip))]
     if chip and not any(each.has_name(chip) for each in found):
         raise NoDevice(_("no {chip} on this machine; use --chip auto", chip=chip))
     serves = [kind.kind for kind in plugins.usable(plugins.kinds(), LOG.debug).values() if kind.plans_with]
-    reasons = []
-    for name in [engine] if engine else [each for each in plugins.engines() if plugins.kind_of(each) in serves]:
+    servers = [each for each in plugins.engines() if plugins.kind_of(each) in serves]
+    if engine and engine not in servers:
+        text = N_("--engine {name} serves no model: use one of {known}")
+        raise UsageError(_(text, name=engine, known=", ".join(servers)))
+    for name in [engine] if engine else servers:
         spec = spec_of_model(model, engine=name, chip=chip)
         try:
             plugins.find_engine(name).ready(read_spec(spec))
             tune(spec, run_dir=run_dir, fidelity=ESTIMATE)
             return
         except (NoDevice, SpecError) as error:
-            reasons.append(f"{name}: {error}")
-    raise NoDevice(_("no engine can serve {model} here: {reasons}", model=model, reasons="; ".join(reasons)))
+            if engine:
+                text = N_("{engine} cannot serve {model}: {reason}")
+                raise NoDevice(_(text, engine=name, model=model, reason=error)) from None
+    text = N_("none of {engines} can serve {model} here; --engine NAME shows what one of them lacks")
+    raise NoDevice(_(text, engines=", ".join(servers), model=model))
 
 
 def _saved_launch(run_dir: Path | str) -> dict[str, Any]:

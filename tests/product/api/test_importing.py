@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_importers.history import import_history
 
 import flagcore
-from flagcore.api import import_history
 from flagcore.domain.trial import Role, TrialState
 from flagcore.errors import RunError, UsageError
 from flagcore.tuner.experience import Experience

@@ -182,7 +182,7 @@ def test_trials_of_a_run_are_listed_next_to_the_best(explained: Answer, flag: Fl
     assert middle == repeats
     assert f" {1 + len(repeats)} runs: {step}" in last
     assert repeats
-    assert best["expected_s"] == pytest.approx(finished.result()["best"]["measured"]["step_time_s"]["median"])
+    assert best["known_s"] == pytest.approx(finished.result()["best"]["measured"]["step_time_s"]["median"])
     assert explained(finished.run_dir, f"trial {number}")["candidate"] == best["candidate"]
     baseline = explained(finished.run_dir, "baseline")
     assert baseline["candidate"] == finished.result()["baseline"]["candidate"]
@@ -237,7 +237,7 @@ def test_a_stopped_trial_is_not_predicted_faster_than_measured(project: Project)
     assert candidate_report(snapshot, slowest).changes["fastest"].candidate == first.as_dict()
     assert candidate_report(learned, slowest).changes["fastest"].candidate != first.as_dict()
     assert "fastest" not in candidate_report(learned, "2").changes
-    assert candidate_report(learned, "1").expected_s == slow_s
+    assert candidate_report(learned, "1").known_s == slow_s
 
 
 def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared_with(project: Project) -> None:
@@ -378,7 +378,7 @@ def test_too_few_knobs_are_completed_by_the_fastest_candidate_and_the_next_are_l
     (other,) = report.matches
     assert {other.candidate["max_num_seqs"], report.candidate["max_num_seqs"]} == set(space["max_num_seqs"])
     assert (other.candidate["instances"], other.candidate["tensor_model_parallel_size"]) == (2, 1)
-    assert other.expected_s >= (report.expected_s or 0.0)
+    assert other.known_s >= (report.known_s or 0.0)
     assert api.explain_candidate(data, "instances=4, tp=2").state == "illegal"
     assert not api.explain_candidate(data, "instances=2, tp=1, max_num_seqs=32").matches
 

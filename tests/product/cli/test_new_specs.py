@@ -6,7 +6,7 @@ import os
 import pty
 import shlex
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,13 @@ CONFIG = {
 }
 
 
+ONE = {
+    "model": "model",
+    "cluster": {"chip": "H100-SXM", "nodes": 1, "devices_per_node": 2},
+    "train": {"engine": "megatron", "seq_length": 512, "global_batch_size": 8, "precision": "bf16"},
+}
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model").mkdir()
@@ -44,9 +51,38 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_command_that_a_size_prints_exports_its_servers(flag: Flag) -> None:
     words = ("--model", "model", "--engine", "vllm", "--chip", "H100-SXM", "--devices", "1", "--ttft-p99", "5s")
     printed = flag("size", *words, "--rate", "5").err.partition("flag export ")[2].splitlines()[0]
+    assert [each for each in shlex.split(printed) if "devices" in each] == ["--devices"]
     flag("export", *shlex.split(printed), "-o", "out").worked()
     (file,) = Path("out").iterdir()
     assert "Deployment" in {each["kind"] for each in yaml.safe_load_all(file.read_text())}
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("import", "empty"), "empty is empty"),
+        (("import", "model"), "model is a folder"),
+        (("import", "nothing"), "neither a file nor a command"),
+        (("import", "run.sh", "-o", "run.sh", "--force"), "run.sh is an input"),
+        (("estimate", "spec.yaml", "--report", "../{folder}/spec.yaml"), "spec.yaml is an input"),
+        (("estimate", "spec.yaml", "--set", "cluster.nodes=1e30"), "cluster.nodes"),
+        (("estimate", "--model", "model", "--chip", "H20", "--devices", "100000"), "--devices"),
+        (("estimate", "--model", "model", "--chip", "H20", "--ttft-p99", "1"), "--ttft-p99 1"),
+        (("export", "spec.yaml", "--to", "slrm"), "kubernetes"),
+        (("run", "spec.yaml", "--chip", "H20"), "is a spec or a run"),
+        (("run", "model", "--chip", "H21"), "did you mean H20"),
+        (("run", "model", "--engine", "megatron"), "--engine megatron"),
+    ],
+    ids=lambda each: each[:5] if isinstance(each, tuple) else "",
+)
+def test_a_mistake_is_named_and_changes_nothing(flag: Flag, folder: Path, words: Sequence[str], named: str) -> None:
+    (folder / "empty").touch()
+    (folder / "run.sh").write_text("vllm serve model\n")
+    (folder / "spec.yaml").write_text(yaml.safe_dump(ONE))
+    before = {each: each.read_bytes() for each in folder.iterdir() if each.is_file()}
+    answer = flag(*(each.format(folder=folder.name) for each in words))
+    assert (answer.code, named in answer.err, len(answer.err.strip().splitlines()) <= 6) == (2, True, True), answer.err
+    assert before == {each: each.read_bytes() for each in folder.iterdir() if each.is_file()}
 
 
 @pytest.mark.costly
@@ -259,6 +295,11 @@ def test_a_mixed_plan_has_the_layers_of_all_vendors_or_names_those_of_each(
         return [{"chip": chip, "nodes": 1, "devices_per_node": 2, "nic_bytes_per_second": 1e10} for chip in chips]
 
     found = mixing(*groups("H100-SXM", "C550"))
+    assert [(each.split, each.last) for each in (found.mixed, *found.others)] == [
+        ("layer split", ""),
+        ("data split", "no program starts it"),
+    ]
+    assert "layer split*" in mixing_text(found, {}, found.mixed.candidate)
     assert {each.implementation for each in (*found.alone, found.mixed)} == {"transformer_engine"}
     found = mixing(*groups("H100-SXM", "cpu"))
     assert {each.implementation for each in found.alone} != {found.mixed.implementation}
@@ -298,7 +339,7 @@ def test_a_slower_group_has_fewer_layers_and_is_named(
     chips = [chip for stages in found.stages for chip, _ in stages]
     assert all(sum(layers for _, layers in stages) > 1 for stages in found.stages)
     assert set(chips) == {"new", "old"}
-    text = mixing_text(found, {})
+    text = mixing_text(found, {}, {})
     assert all(f"on {chip} (layers: {layers})" in text for stages in found.stages for chip, layers in stages)
     alone = found.alone
     assert 2.0 < alone[1].step_time_s / alone[0].step_time_s < 4.5

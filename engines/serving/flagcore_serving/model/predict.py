@@ -120,6 +120,9 @@ def predict(
     figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / kinds.total(settings.devices)
     tokens = np.maximum(memory.longest_tokens, 0.0)
     figures["kv_cache_tokens"] = kinds.total(np.where(np.isin(kinds.role, (0, 2)), tokens, 0.0))
+    if settings.fits_context.any():  # the longest sequence that an instance accepts
+        fitting = np.floor(np.minimum(settings.context_len, tokens / settings.data))
+        figures["context_tokens"] = np.where(settings.fits_context, fitting, settings.context_len)[kinds.first_rows]
     figures["kv_cache_request_bytes"] = (memory.token * max(serving.tokens, 1.0))[kinds.first_rows]
     if simulates:
         figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
