@@ -119,7 +119,7 @@ def verdict(records: Sequence[Mapping[str, Any]]) -> str:
 def require_chip(spec: SpecLike) -> None:
     """Raise UsageError if a plan of `spec` needs the name of a chip: it has none, and there is no accelerator here."""
     data = spec_data(spec)[1]
-    cluster, envs = (dict(data.get(key) or {}) for key in ("cluster", "envs"))
+    cluster, envs = (each if isinstance(each := data.get(key), Mapping) else {} for key in ("cluster", "envs"))
     if cluster.get("groups") or cluster.get("chip", AUTO) != AUTO:
         return
     with loaded_plugins(()) as loaded:
