@@ -161,7 +161,7 @@ def predict(
         return float(np.nan_to_num(costs.kernels.host_copy_seconds(np.array([size]))[0]))
 
     about = zip(candidates, trained, rolled, strict=True)
-    steps = [_step(task, values, *roles, framework, refit_s, copy_s) for values, *roles in about]
+    steps = [_step(task, values, train, roll, framework, refit_s, copy_s) for values, train, roll in about]
     parts: dict[str, FloatArray] = {name: np.array([times[name] for times, _bytes in steps]) for name in steps[0][0]}
     memory = np.array([bytes_of for _times, bytes_of in steps]).T
     figures = {name: parts.pop(name) for name in ("whole_generation_s", *WAITS)}

@@ -55,7 +55,7 @@ class _Broken(Schedule):
 
 def schedule_of(engine: str) -> Schedule | None:
     """Return the schedule of an engine, or None if none is installed."""
-    check: Callable[[object], Schedule] = partial(instance_of, Schedule)
+    check: Callable[[object], Schedule] = partial(instance_of, Schedule)  # type: ignore[type-abstract]
     points = installed(GROUP).get(engine)
     try:
         return load_checked("schedule", points, check) if points else None
