@@ -13,7 +13,6 @@ from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import EntryPoint
 from threading import active_count
-from types import FrameType
 from typing import Any, NoReturn
 
 import click
@@ -119,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its status."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by nohup, so it stays ignored
-            signal.signal(number, _interrupt)
+            signal.signal(number, signal.default_int_handler)
     gc.set_threshold(20_000, 20, 20)  # modules and plans have few cycles: looking for them takes a twelfth of a plan
     _configure_streams()
     _choose_language()
@@ -199,10 +198,6 @@ def _encodes_chinese(stream: Any) -> bool:
 def _discard_stdout() -> None:
     """Redirect stdout to /dev/null, because Python would otherwise report a failed flush at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 SENTENCE = re.compile(r"[^。.]*[。.]")

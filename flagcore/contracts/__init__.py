@@ -4,7 +4,7 @@ Engines and launchers inherit from the base classes `Engine` and `Launcher`. The
 implementation need not inherit from them.
 """
 
-from flagcore.contracts.engine import Engine, HostSetup, Platform, Probes, commands_of, probes_of, unsupported
+from flagcore.contracts.engine import Engine, HostSetup, Platform, Probes, probes_of, unsupported
 from flagcore.contracts.exchange import (
     Exporter,
     ExportJob,
@@ -33,5 +33,5 @@ __all__ = ["LEADERS", "AttentionShape", "Bounds", "Choice", "CollectiveCosts", "
 __all__ += ["ExportJob", "Exporter", "FindCandidate", "HeldHosts", "HistoryReader", "HostCheck", "HostSetup"]
 __all__ += ["ImportedSpec", "Importer", "KernelCosts", "Launcher", "MemoryModel", "Network", "OnEvent", "PageWriter"]
 __all__ += ["Plans", "Platform", "Probes", "Problem", "PruningRule", "Published", "RunningLaunch", "SearchContext"]
-__all__ += ["Steps", "Strategy", "Telemetry", "Watcher", "commands_of", "communicator_bytes", "device_use"]
+__all__ += ["Steps", "Strategy", "Telemetry", "Watcher", "communicator_bytes", "device_use"]
 __all__ += ["differs_only", "probes_of", "unsupported"]

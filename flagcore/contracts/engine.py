@@ -189,6 +189,8 @@ class Engine(ABC):
     """What plans and reports say about candidates."""
     bounds: Bounds | None = None
     """Lower bounds of time and memory."""
+    most_candidates = 2_000_000
+    """The most candidates that `predict` answers within 20 s and 1 GiB."""
     commands: Commands | None = None
     """Reads users' commands."""
     probes: Probes | None = None
@@ -411,10 +413,3 @@ def probes_of(engine: Engine) -> Probes:
         fix = "use auto_tuner.control.fidelity: run or estimate, without probes"
         raise unsupported(engine, "probing", fix)
     return engine.probes
-
-
-def commands_of(engine: Engine) -> Commands:
-    """Return the reader of an engine's commands. Raises SpecError if it has none."""
-    if engine.commands is None:
-        raise unsupported(engine, "the import of commands", "write a spec")
-    return engine.commands

@@ -87,6 +87,7 @@ class Rule:
     `broken`: a function that takes columns and returns a boolean array: True for each candidate that breaks the rule.
     `search_only`: whether the rule only limits the search, so that candidates named by the user may break it.
     `least_rows`: of a bound: the partial candidates from which a space is large.
+    `most_rows`: of a bound that keeps a number of candidates of each piece: how many it can judge in time.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Rule:
     broken: Callable[[Columns], BoolArray]
     search_only: bool = False
     least_rows: int = 0
+    most_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -214,6 +214,12 @@ def subclass_of(base: type[T], found: object) -> type[T]:
     return found
 
 
+def of_group(group: str, found: object) -> None:
+    """Raise BadPlugin if the class of `found` does not have this `group`, which another package declares."""
+    if getattr(found, "group", "") != group:
+        raise BadPlugin(f"returned {short_repr(found)}, which is not for {group}")
+
+
 def with_methods(protocol: Any, found: Any) -> Any:
     """Return `found` if it has all methods of the Protocol or base class `protocol`. Raises BadPlugin."""
     members = {name: member for base in protocol.__mro__[:-1] for name, member in vars(base).items()}

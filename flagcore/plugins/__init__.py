@@ -14,7 +14,6 @@ from flagcore.plugins.entry_points import (
     WATCHERS,
     benchmark,
     broken_parts,
-    command_readers,
     engine_of,
     engines,
     find_engine,

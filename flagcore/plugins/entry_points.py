@@ -9,18 +9,21 @@ from contextvars import ContextVar
 from difflib import get_close_matches
 from functools import cache, cached_property, partial
 from importlib.metadata import EntryPoint, distributions, requires
+from types import ModuleType
 from typing import Any, NoReturn, TypeVar, cast
 
+import click
 from packaging.requirements import Requirement
 from stevedore.named import NamedExtensionManager
 
 from flagcore.contracts import Engine, Importer, Launcher, PageWriter, Strategy, Watcher
+from flagcore.domain.model import Mixer
 from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import RunEvent
 from flagcore.domain.work import Work
 from flagcore.errors import FlagError, NoDevice, SpecError, UsageError
 from flagcore.loading import entry_points as loading
-from flagcore.loading.entry_points import installed, load_checked, name_of, origin, origins, subclass_of
+from flagcore.loading.entry_points import installed, instance_of, load_checked, name_of, origin, origins, subclass_of
 from flagcore.plugins.validation import check_protocol
 
 T = TypeVar("T")
@@ -88,10 +91,6 @@ OVERLAYS = "flagcore.overlays"
 KINDS = {ENGINES: "engine", LAUNCHERS: "launcher", STRATEGIES: "strategy", IMPORTERS: "importer", WATCHERS: "watcher"}
 KINDS |= {PAGES: "page writer", JOBS: "kind of job", OVERLAYS: "overlay"}
 """The noun that messages use for the objects of each entry point group."""
-_LOADED_ELSEWHERE = {"flagcore.commands": "command", "flagcore.mixers": "mixer", "flagcore.schedules": "schedule"}
-_LOADED_ELSEWHERE |= {"flagcore.models": "catalogue of models", "flagcore.operators": "operator library"}
-_LOADED_ELSEWHERE |= {"flagcore.effective": "report of knobs", KIT: "conformance kit", SECTIONS: "section"}
-"""The nouns for the groups whose objects other packages load, and check for their type."""
 
 
 def names(group: str) -> tuple[str, ...]:
@@ -170,38 +169,38 @@ class _Engines(UserDict[str, Any]):
         return missing_extra(ENGINES, name)
 
 
-def command_readers() -> list[str]:
-    """Return the names of the engines whose commands can be imported, and of those that cannot be loaded."""
-    unable = set[str]()
-    for name in names(ENGINES):
-        with suppress(FlagError):
-            unable |= set() if find_engine(name).commands else {name}
-    return [name for name in names(ENGINES) if name not in unable]
-
-
 _requires = cache(requires)
 
 
 def broken_parts() -> Iterator[tuple[str, str]]:
-    """Yield the distributions and the error of each entry point that cannot be used.
+    """Yield the distributions and the error of each entry point that cannot be used, or has the wrong type.
 
-    Plugins, engines and overlays are left out, because they have their own records, and watchers, because they may need
-    packages that only their users install.
+    Plugins, engines and overlays are left out, because they have their own records, and watchers whose packages only
+    their users install.
     """
-    checks: dict[str, Callable[[Any], object]] = {
-        LAUNCHERS: partial(check_protocol, Launcher),
-        STRATEGIES: partial(check_protocol, Strategy),
-        IMPORTERS: partial(check_protocol, Importer),
-        PAGES: partial(check_protocol, PageWriter),
-        JOBS: partial(subclass_of, Work),
-        **dict.fromkeys(_LOADED_ELSEWHERE, bool),
+    from flagcore.spec.models import Catalogue  # late, because pydantic is slow
+    from flagcore.spec.validate import Section
+
+    own = {LAUNCHERS: Launcher, STRATEGIES: Strategy, IMPORTERS: Importer, PAGES: PageWriter, WATCHERS: Watcher}
+    checks: dict[str, tuple[str, Callable[[Any], object]]] = {
+        **{group: (KINDS[group], partial(check_protocol, protocol)) for group, protocol in own.items()},
+        JOBS: (KINDS[JOBS], partial(subclass_of, Work)),
+        KIT: ("conformance kit", partial(instance_of, ModuleType)),
+        SECTIONS: ("section", partial(subclass_of, Section)),
+        "flagcore.commands": ("command", partial(instance_of, click.Command)),
+        "flagcore.effective": ("report of knobs", partial(instance_of, cast(Any, Callable))),
+        "flagcore.mixers": ("mixer", partial(subclass_of, Mixer)),
+        "flagcore.models": ("catalogue of models", partial(loading.with_methods, Catalogue)),
+        "flagcore.operators": ("operator library", partial(loading.of_group, "flagcore.operators")),
+        "flagcore.schedules": ("schedule", partial(loading.of_group, "flagcore.schedules")),
     }
-    for group, check in checks.items():
+    for group, (noun, check) in checks.items():
         for points in installed(group).values():
             try:
-                load_checked({**KINDS, **_LOADED_ELSEWHERE}[group], points, check, load_only)
+                load_checked(noun, points, check, load_only)
             except NoDevice as error:
-                yield origins(points), str(error)
+                if group != WATCHERS or not isinstance(error.__cause__, ImportError):
+                    yield origins(points), str(error)
 
 
 def usable(parts: MutableMapping[str, T], warn: Callable[[str], object]) -> MutableMapping[str, T]:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
+from operator import methodcaller
 from typing import Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from pydantic import BeforeValidator, Field, create_model
@@ -176,16 +177,12 @@ def section_of(name: str, doc: str, rows: Sequence[tuple[Knob, Any, Any]]) -> ty
 
     `rows`: the knobs, each with the type of its values and its default.
     """
+    no_default = methodcaller("pop", "default", None)  # in the JSON Schema: a missing knob does not mean null
     fields: dict[str, Any] = {
         knob.name: (kind, Field(default, description=knob.help, json_schema_extra=None if default else no_default))
         for knob, kind, default in rows
     }
     return create_model(name, __base__=Section, __doc__=doc, **fields)
-
-
-def no_default(schema: dict[str, Any]) -> None:
-    """Remove the default null of a knob from the JSON Schema, because a missing knob does not mean null."""
-    schema.pop("default", None)
 
 
 def listed_type(kind: Any) -> Any:

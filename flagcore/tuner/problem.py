@@ -33,7 +33,7 @@ from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
 from flagcore.tuner.effects import plugin_columns
 from flagcore.tuner.shorten import SmallerTask
-from flagcore.tuner.stages.build import NOT_LIKELY, PLANNED_SHARE, bounds, build, check, legality
+from flagcore.tuner.stages.build import NOT_LIKELY, PLANNED_SHARE, bounds, build, check, legality, same_for_all
 from flagcore.tuner.stages.complete import complete
 from flagcore.tuner.stages.predict import predict
 from flagcore.tuner.stages.prune import prune
@@ -62,8 +62,8 @@ def build_problem(
     space, predictions, known_s, baseline, is_usual, adds_baseline = plugins.kept(
         partial(_predicted, platform, legal, on_usual, plan=plan), about
     )
-    first = bounds(platform, space.axes, None)
-    first = tuple(replace(each, broken=_all) if each.name in space.illegal else each for each in first)
+    first, all_of = bounds(platform, space.axes, None), partial(same_for_all, True)  # what a cut space lacks
+    first = tuple(replace(each, broken=all_of) if each.name in space.illegal else each for each in first)
     legal = replace(legal, bounds=bounds(platform, space.axes, known_s, plan=plan) or first)
     rules = (*engine.pruning_rules(platform.task), *([smaller] if smaller else []))
     problem = Problem(
@@ -80,11 +80,6 @@ def build_problem(
         published=nearest_runs(platform.task, plugins),
     )
     return engine.plans.scheduled(problem)
-
-
-def _all(columns: Columns) -> BoolArray:
-    """Exclude all: a candidate that is not in a space that was cut."""
-    return np.ones(next(iter(columns.values())).shape, dtype=np.bool_)
 
 
 def _predicted(
@@ -264,7 +259,8 @@ def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> 
     usual_task = replace(task, spec=replace(task.spec, space=engine.usual_space(task.for_engine())))
     predictions = None
     for searched in (legality(replace(platform, task=usual_task)), legal):
-        if not len(built := build(searched.axes, searched.rules, searched.merges)):
+        limits = bounds(platform, legal.axes, None) if searched is legal else ()
+        if not len(built := build(searched.axes, searched.rules, searched.merges, limits)):
             continue
         is_first, space, predictions = predictions is None, built, predict(platform, built, rough=on_usual is None)
         if on_usual is not None and is_first:

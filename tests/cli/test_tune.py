@@ -18,12 +18,13 @@ import click
 import pytest
 import yaml
 from fixed_machine import PINS
+from flagcore_importers.command import command_readers
 from flagcore_testing import toy_program
 
 from flagcore import api
 from flagcore.cli import options
 from flagcore.cli.main import OWN
-from flagcore.plugins import IMPORTERS, command_readers, importer, names
+from flagcore.plugins import IMPORTERS, importer, names
 from tests.checks import books_balance, check_kept_once
 from tests.cli.conftest import BEST, FLAG, SPACE, Flag, Project, Ran
 from tests.launchers.processes import within

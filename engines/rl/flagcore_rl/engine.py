@@ -95,6 +95,7 @@ class RlEngine(Engine):
     kind = "rl"
     failures = FAILURES
     knobs: tuple[Knob, ...] = KNOBS
+    most_candidates = 1 << 17
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -45,8 +45,9 @@ def requests_of(samples: Samples) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
+@lru_cache(maxsize=64)
 def tokens_of(samples: Samples) -> IntArray:
-    """Return the tokens of each sample of a step, prompt and answer."""
+    """Return the tokens of each sample of a step, prompt and answer. The array is shared."""
     return np.asarray(np.array(requests_of(samples), dtype=np.int64).sum(axis=1))
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -114,13 +114,14 @@ class _Rolled:
 Values = dict[str, KnobValue]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def sizes_of(model: Model) -> tuple[float, float]:
     """Return the numbers of weights of a model, and of its routed experts."""
     weights = weights_by_group(model)
     return float(sum(weights.values())), float(weights.get("experts", 0))
 
 
+@lru_cache(maxsize=16)
 def _active(model: Model) -> float:
     """Return the number of weights with which a model multiplies a token."""
     (weights, routed), experts = sizes_of(model), experts_of(model)
@@ -133,7 +134,8 @@ def predict(
     """Return the prediction of each candidate. `decode` returns the value of a knob for its code."""
     work = job_of(task)
     rows = next(iter(columns.values())).size
-    candidates = [{name: decode(name, int(values[row])) for name, values in columns.items()} for row in range(rows)]
+    decoded = [[decode(name, code) for code in values.tolist()] for name, values in columns.items()]
+    candidates = [dict(zip(columns, values, strict=True)) for values in zip(*decoded, strict=True)]
     for each in candidates:  # threads of a process split matrices, too
         tensor, threads = each.get("tensor_model_parallel_size"), each.pop(THREADS, 1)
         each["tensor_model_parallel_size"] = int(tensor or 1) * int(threads or 1)
@@ -148,15 +150,20 @@ def predict(
     rolled = _once(
         _last[3], candidates, lambda name: name.startswith(ROLLOUT), lambda found: _roll(task, found, costs, framework)
     )
-    parts: dict[str, FloatArray] = {}
-    memory = np.zeros((len(MEMORY), rows))
-    refit = cache(partial(_refit, task, costs, framework))
-    for row, values in enumerate(candidates):
-        refit_s = refit(bool(values.get(DEVICES)))
-        times, bytes_of = _step(task, values, trained[row], rolled[row], costs, framework, refit_s)
-        memory[:, row] = bytes_of
-        for name, seconds in times.items():
-            parts.setdefault(name, np.zeros(rows))[row] = seconds
+
+    @cache
+    def refit_s(apart: bool) -> float:
+        weights = 2.0 * sizes_of(task.spec.model)[0]
+        return framework.refit_s + _refit(task, weights, costs, framework, apart=apart)
+
+    @cache
+    def copy_s(size: float) -> float:
+        return float(np.nan_to_num(costs.kernels.host_copy_seconds(np.array([size]))[0]))
+
+    about = zip(candidates, trained, rolled, strict=True)
+    steps = [_step(task, values, train, roll, framework, refit_s, copy_s) for values, train, roll in about]
+    parts: dict[str, FloatArray] = {name: np.array([times[name] for times, _bytes in steps]) for name in steps[0][0]}
+    memory = np.array([bytes_of for _times, bytes_of in steps]).T
     figures = {name: parts.pop(name) for name in ("whole_generation_s", *WAITS)}
     total: FloatArray = np.sum(list(parts.values()), axis=0)
     static, peak, reserved, used = memory
@@ -297,21 +304,23 @@ def _step(
     values: Mapping[str, Any],
     trained: _Trained,
     rolled: _Rolled,
-    costs: Costs,
     framework: Framework,
-    refit: float,
+    refit_s: Callable[[bool], float],
+    copy_s: Callable[[float], float],
 ) -> tuple[dict[str, float], FloatArray]:
     """Return the seconds of the parts of a step, and bytes as in `MEMORY`: static ones of the trainer, and others of
-    the fuller device or phase. `refit`: the seconds of `_refit`."""
+    the fuller device or phase. `refit_s`: seconds in which the weights reach a rollout that is apart or not. `copy_s`:
+    seconds of a copy of so many bytes between host and device."""
     work = job_of(task)
     passes = work.old_logprobs + work.reference + work.critic
     apart, staleness = values.get(DEVICES), int(values.get(STALENESS) or 0)
     training = trained.training_s * (1 + work.critic)
     logprobs, judge = trained.forward_s * passes, 0.0
+    refit = refit_s(bool(apart))
     if (
         work.reference and not work.trainer.adapter
     ):  # the policy moves to the host, the reference to the device, and the policy back
-        logprobs += 3.0 * float(np.nan_to_num(costs.kernels.host_copy_seconds(np.array([trained.weights]))[0]))
+        logprobs += 3.0 * copy_s(trained.weights)
     static, _peak, reserved, used = trained.memory
     swap, states = 0.0, max(static - trained.weights, 0.0)
     stays = static
@@ -319,8 +328,7 @@ def _step(
         moved = {"none": 0.0, "optimizer": states, "all": static}[work.trainer.offload]
         stays = static - moved
         asleep = rolled.weights if work.rollout.sleeps else 0.0
-        seconds = costs.kernels.host_copy_seconds(np.array([moved, asleep]))
-        swap = 2.0 * (1 + work.critic) * float(np.nan_to_num(seconds[0])) + float(np.nan_to_num(seconds[1]))
+        swap = 2.0 * (1 + work.critic) * copy_s(moved) + copy_s(asleep)
     critic = stays * work.critic  # what is not on the host while the policy trains
     rewards = framework.step_s + framework.sample_s * work.step_samples if work.reward_s is None else work.reward_s
     if work.reward:
@@ -342,16 +350,15 @@ def _step(
     return times, np.array([static + judge + critic, *fuller[1:]])
 
 
-def _refit(task: Task, costs: Costs, framework: Framework, apart: bool) -> float:
-    """Return the seconds in which the weights reach the rollout. `apart`: whether it has devices of its own.
+def _refit(task: Task, weights: float, costs: Costs, framework: Framework, *, apart: bool) -> float:
+    """Return the seconds in which the weights reach the rollout.
 
     Each rank of a colocated trainer gathers all weights, tensor by tensor. Otherwise a rank of the trainer broadcasts
     them, at the rate of its link to the rollout. Both are not faster than the framework's own work.
     """
-    group, devices, weights = task.cluster.groups[0], task.cluster.devices, 2.0 * sizes_of(task.spec.model)[0]
+    group, devices = task.cluster.groups[0], task.cluster.devices
     kind, ranks = ("send", 2) if apart else ("all_gather", devices)
     stride = group.devices_per_node if apart and group.nodes > 1 else 1
     sizes = (np.array([weights]), np.array([ranks]), np.array([stride]))
     seconds = float(np.nan_to_num(costs.collectives.seconds(kind, *sizes)[0])) if devices > 1 else 0.0
-    rate = framework.apart_rate if apart else framework.refit_rate
-    return framework.refit_s + max(seconds, weights / rate)
+    return max(seconds, weights / (framework.apart_rate if apart else framework.refit_rate))

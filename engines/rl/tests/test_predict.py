@@ -314,6 +314,13 @@ def test_a_space_places_both_roles() -> None:
     assert set(values["staleness"]) == {0, 1}
 
 
+def test_a_space_of_more_candidates_than_are_predicted_in_time_is_refused() -> None:
+    data = spec(staleness=1)
+    data["auto_tuner"] = {"space": {"micro_batch_tokens": list(range(1152, 1152 + 4000))}}
+    with pytest.raises(SpecError, match=r"more than 131,072 candidates; .*micro_batch_tokens \(4000 values\)"):
+        open_spec(data, plan=True)
+
+
 CASES: Mapping[str, Any] = yaml.safe_load((Path(__file__).parent / "commands.yaml").read_text())
 LOGS = {
     "verl": "(TaskRunner pid=1) step:{n} - actor/loss:0.1 - timing_s/gen:6.5 - timing_s/old_log_prob:1.0 "

@@ -16,6 +16,8 @@ KEPT = 2048
 """The combinations that are kept of each piece of a large space (`flagcore.tuner.stages.build.CHUNK`). A choice."""
 LARGE = 1 << 17
 """Spaces with more partial candidates are cut. Those with fewer are predicted in 20 s and 1 GiB."""
+MOST = 1 << 19
+"""A space that needs more estimates than this while it is built, about 15 s, is refused."""
 SAMPLE, VALUES = 256, 16
 """The most combinations with which the best values of knobs are found that are not crossed yet, and the most values
 that are compared."""
@@ -61,6 +63,7 @@ class ServingBounds(Bounds):
                 ),
                 broken=best.excludes,
                 least_rows=LARGE,
+                most_rows=MOST,
             )
             for count in range(first, len(names) + 1)
         )

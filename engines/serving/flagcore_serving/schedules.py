@@ -1,21 +1,26 @@
 """What an installed engine itself says about its servers: an optional distribution asks it, without a device."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from flagcore.contracts import Platform, Problem
 from flagcore.domain.space import Candidate
 from flagcore.errors import NoDevice
-from flagcore.loading.entry_points import installed, load_checked, with_methods
+from flagcore.loading.entry_points import installed, instance_of, load_checked
 
 GROUP = "flagcore.schedules"
 """The entry points of schedules, by the name of their engine."""
 
 
 class Schedule(ABC):
-    """Asks an installed engine. No method raises: without an answer, the search goes on as if there were none."""
+    """Asks an installed engine. No method raises: without an answer, the search goes on as if there were none.
+
+    `group`: the entry points of its objects, for `flag doctor`.
+    """
+
+    group = GROUP
 
     @abstractmethod
     def refusal(self, engine: Any, platform: Platform, candidate: Candidate) -> str:
@@ -50,8 +55,9 @@ class _Broken(Schedule):
 
 def schedule_of(engine: str) -> Schedule | None:
     """Return the schedule of an engine, or None if none is installed."""
+    check: Callable[[object], Schedule] = partial(instance_of, Schedule)  # type: ignore[type-abstract]
     points = installed(GROUP).get(engine)
     try:
-        return load_checked("schedule", points, partial(with_methods, Schedule)) if points else None
+        return load_checked("schedule", points, check) if points else None
     except NoDevice as error:
         return _Broken(error)

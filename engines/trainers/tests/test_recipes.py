@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import yaml
-from flagcore_importers.command import read_command
+from flagcore_importers.command import commands_of, read_command
 from flagcore_importers.reader import convert
 from flagcore_trainers.importing import STEPS
 
 from flagcore.api.inputs import open_spec
-from flagcore.contracts import commands_of
 from flagcore.domain.space import Candidate
 from flagcore.errors import FlagError, LaunchError, SpecError, UsageError
 from flagcore.plugins import find_engine

@@ -16,9 +16,29 @@ from flagcore.errors import FlagError, NoDevice
 from flagcore.i18n import N_, _
 
 if TYPE_CHECKING:
-    from flagcore.contracts import Commands, ImportedSpec
+    from flagcore.contracts import Commands, Engine, ImportedSpec
 
 HISTORY = "-history"
+
+
+def command_readers() -> list[str]:
+    """Return the names of the engines whose commands can be imported, and of those that cannot be loaded."""
+    from flagcore.plugins import ENGINES, find_engine, names  # `flag --help` imports little
+
+    unable = set[str]()
+    for name in names(ENGINES):
+        with suppress(FlagError):
+            unable |= set() if find_engine(name).commands else {name}
+    return [name for name in names(ENGINES) if name not in unable]
+
+
+def commands_of(engine: Engine) -> Commands:
+    """Return the reader of an engine's commands. Raises SpecError if it has none."""
+    from flagcore.contracts import unsupported
+
+    if engine.commands is None:
+        raise unsupported(engine, "the import of commands", "write a spec")
+    return engine.commands
 
 
 class _Importers(options.Group):
@@ -26,7 +46,7 @@ class _Importers(options.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         from flagcore.contracts import HistoryReader
-        from flagcore.plugins import IMPORTERS, command_readers, importer, names
+        from flagcore.plugins import IMPORTERS, importer, names
 
         commands = list[str]()
         for name in names(IMPORTERS):
@@ -59,8 +79,6 @@ class _Importers(options.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the importers with their summaries, and the engines, whose commands all do the same, in one line."""
-        from flagcore.plugins import command_readers
-
         engines = command_readers()
         names = [each for each in self.list_commands(ctx) if each not in engines]
         self.write_commands(ctx, formatter, _("Commands"), names)
@@ -137,8 +155,7 @@ def _convert(
 
 def _readers() -> dict[str, Commands]:
     """Return the readers of the commands of engines. Engines that cannot be loaded are named on stderr."""
-    from flagcore.contracts import commands_of
-    from flagcore.plugins import command_readers, find_engine
+    from flagcore.plugins import find_engine
 
     found: dict[str, Commands] = {}
     for name in command_readers():
@@ -160,9 +177,8 @@ def read_command(
     """
     from flagcore.api.commands.importing import check_imported
     from flagcore.api.inputs import check_chips
-    from flagcore.contracts import commands_of
     from flagcore.domain.secrets import redact_data
-    from flagcore.plugins import command_readers, find_engine
+    from flagcore.plugins import find_engine
     from flagcore.spec.models import absolute_model
     from flagcore_importers.reader import convert
 

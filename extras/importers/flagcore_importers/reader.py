@@ -147,8 +147,8 @@ class _Conversion:
         if reason:
             notes.note("train.command", f"is the program without the script, which {reason}", "train.command")
         for key, value in {**self.start.left_out, **({} if script else self.others)}.items():
-            text = "is a secret: not copied" if is_secret(key) else f"is left out: {redact_text(value)[:100]}"
-            notes.note(key, text)
+            shown = redact_text(f"{key} {value}").removeprefix(f"{key} ")  # the program or option tells what is secret
+            notes.note(key, "is a secret: not copied" if is_secret(key) else f"is left out: {shown[:100]}")
         return notes
 
     def _envs(self, variables: Mapping[str, str], notes: Notes) -> dict[str, str]:

@@ -30,8 +30,10 @@ class OperatorLibrary(ABC):
     `data`: the names of libraries in the `operators.yaml` of vendors that also apply to this one.
     `functions`: functions of torch's modules that are recorded as a whole, with their gradients. The dispatcher's
     operators that they call are not recorded.
+    `group`: the entry points of its objects, for `flag doctor`.
     """
 
+    group = GROUP
     name: str
     reference: str
     data: Sequence[str] = ()

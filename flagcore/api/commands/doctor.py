@@ -18,17 +18,7 @@ from flagcore import plugins
 from flagcore.api.inputs import SpecLike, loaded_plugins, spec_data
 from flagcore.api.notes import LOG
 from flagcore.contracts import HostCheck, device_use
-from flagcore.domain.chip import (
-    MEMORY_IN_USE,
-    TRAINED,
-    Chip,
-    Device,
-    DeviceUse,
-    Fact,
-    Support,
-    slowness,
-    usual_precision,
-)
+from flagcore.domain.chip import MEMORY_IN_USE, TRAINED, Chip, Device, Fact, Support, slowness, usual_precision
 from flagcore.domain.spec import AUTO
 from flagcore.errors import FlagError, NoDevice, UsageError
 from flagcore.i18n import N_, _
@@ -72,11 +62,11 @@ def _plugins(loaded: plugins.LoadedPlugins) -> list[dict[str, Any]]:
         for plugin in loaded.plugins
     ]
     names = {record["name"] for record in records}
-    empty: dict[str, Any] = {"version": None, "status": "failed", "maturity": None, "chips": []}
+    empty: dict[str, Any] = {"version": None, "status": "failed", "maturity": None, "chips": [], "undetected": None}
     for failure in loaded.failures:
         if failure.name not in names:
-            identity = {"name": failure.name, "distribution": failure.distribution}
-            records.append({**identity, **empty, "problem": str(failure), "undetected": None})
+            identity = {"name": failure.name, "distribution": failure.distribution, "problem": str(failure)}
+            records.append({**identity, **empty})
     return records
 
 
@@ -129,7 +119,7 @@ def verdict(records: Sequence[Mapping[str, Any]]) -> str:
 def require_chip(spec: SpecLike) -> None:
     """Raise UsageError if a plan of `spec` needs the name of a chip: it has none, and there is no accelerator here."""
     data = spec_data(spec)[1]
-    cluster, envs = (dict(data.get(key) or {}) for key in ("cluster", "envs"))
+    cluster, envs = (each if isinstance(each := data.get(key), Mapping) else {} for key in ("cluster", "envs"))
     if cluster.get("groups") or cluster.get("chip", AUTO) != AUTO:
         return
     with loaded_plugins(()) as loaded:
@@ -284,15 +274,16 @@ def _device(loaded: plugins.LoadedPlugins, device: Device, chip: Chip | None) ->
 def _now(loaded: plugins.LoadedPlugins, device: Device) -> dict[str, Any]:
     """Return the memory in use and the processes of a device, from its telemetry. Unknown values are None."""
     figures: Mapping[str, float] = {}
-    use = DeviceUse()
+    use: tuple[str, ...] = ()
     if reader := loaded.telemetry(device):
         with suppress(FlagError, LookupError):
             figures = reader.sample()
-            use = device_use(reader)
+            found = device_use(reader)
+            use = (*found.processes, found.blocked, found.pending)
     in_use = figures.get(MEMORY_IN_USE)
     return {
         "in_use_gib": None if in_use is None else in_use / 2**30,
-        "use": "; ".join(filter(None, (*use.processes, use.blocked, use.pending))) or None,
+        "use": "; ".join(filter(None, use)) or None,
     }
 
 

@@ -42,12 +42,15 @@ def bounds(platform: Platform, axes: Sequence[Axis], known_s: float | None, *, p
 
     `known_s`: the predicted step time of candidates of the space, inf if none fits. If it is None, the only rule keeps
     candidates that are likely to be fast and to fit: from their predictions follows `known_s`. With `plan`, no trial
-    corrects predictions, so more candidates are removed. There are no rules if a plugin's knob changes time or memory.
+    corrects predictions, so more candidates are removed. Without bounds, or if a plugin's knob changes time or memory,
+    the only rule limits how many candidates are predicted.
     """
     task, own = platform.task, platform.engine.bounds
     effects = [effect for knob in task.knobs for effect in knob.effects.values()]
     if own is None or any((each.time, each.memory) != (Factor(), Factor()) for each in effects):
-        return ()
+        names, most = tuple(axis.knob for axis in axes), platform.engine.most_candidates
+        none = partial(same_for_all, False)
+        return (Rule(name="too_many", knobs=names, message="", broken=none, least_rows=most, most_rows=most),)
     if rules := own.rules(task.for_engine(), axes, platform.costs):
         return rules if known_s is None else ()
 
@@ -86,6 +89,11 @@ def bounds(platform: Platform, axes: Sequence[Axis], known_s: float | None, *, p
         broken=lambda columns: values(own.share, columns) > large,
     )
     return too_slow, too_large, replace(too_slow, knobs=tuple(axis.knob for axis in axes))
+
+
+def same_for_all(broken: bool, columns: Columns) -> BoolArray:
+    """Return whether candidates break a rule that all of them break, or none."""
+    return np.full(next(iter(columns.values())).shape, broken)
 
 
 NOT_LIKELY, SAMPLE_ROWS = "not_likely", 4096
@@ -167,7 +175,7 @@ def _job_rule(first: Axis, name: str, key: str, value: object, broken: bool, rea
         message=Message(
             N_("{knob} = {value}: {reason}") if broken else N_("{knob}: {reason}"), knob=key, value=value, reason=reason
         ),
-        broken=lambda c: np.full(c[first.knob].shape, broken),
+        broken=partial(same_for_all, broken),
     )
 
 
@@ -278,6 +286,7 @@ class _Crossing:
 
     - `rows`: the legal rows of the first `crossed` axes.
     - `illegal`, `merged`: the numbers of combinations that were removed by each rule, and that were merged.
+    - `judged`: the number of rows about which bounds with `most_rows` were asked.
     """
 
     axes: tuple[Axis, ...]
@@ -286,6 +295,7 @@ class _Crossing:
     codes: list[IntArray] = field(default_factory=list)
     illegal: dict[str, int] = field(default_factory=dict)
     merged: int = 0
+    judged: int = 0
 
     def cross(self, rules: Sequence[Rule], merges: Sequence[Merge]) -> None:
         """Cross the rows with the next axis, merge equal rows and drop illegal ones."""
@@ -308,11 +318,7 @@ class _Crossing:
             new = (np.arange(len(axis.values), dtype=np.int64) * stride)[:, None] + parents[None, :]
             part = self._legal(self._distinct(new.ravel(), shifts), tests)
             total += part.size
-            if total > MAX_ROWS:
-                longest = sorted(self.axes, key=lambda each: -len(each.values))[:3]
-                lists = ", ".join(f"{each.knob} ({len(each.values)} values)" for each in longest)
-                problem = f"leads to more than {MAX_ROWS:,} candidates"
-                raise SpecError(key="auto_tuner.space", problem=problem, fix=f"give shorter lists, such as of {lists}")
+            self._limit(total, MAX_ROWS)
             parts.append(part)
         rows = np.concatenate(parts) if parts else self.rows
         if merges and len(parts) > 1:
@@ -322,13 +328,27 @@ class _Crossing:
         self.rows = rows
 
     def remove(self, bound: Rule) -> None:
-        """Remove the rows that break the rule `bound`, unless no row is left."""
-        pieces = (self.rows[start : start + CHUNK] for start in range(0, self.rows.size, CHUNK))
+        """Remove the rows that break the rule `bound`, unless no row is left. A bound with `most_rows` is asked again
+        about what is left of several pieces. Raises SpecError if it has judged more rows in all."""
+        if bound.most_rows:
+            self.judged += self.rows.size
+            self._limit(self.judged, bound.most_rows)
+        pieces = [self.rows[start : start + CHUNK] for start in range(0, self.rows.size, CHUNK)]
         is_broken = np.concatenate([self._broken(bound, piece) for piece in pieces])
         if not is_broken.all():
             count = int(np.count_nonzero(is_broken)) * self._remaining
             self.illegal[bound.name] = self.illegal.get(bound.name, 0) + count
             self.rows = self.rows[~is_broken]
+            if bound.most_rows and len(pieces) > 1:
+                self.remove(bound)
+
+    def _limit(self, rows: int, most: int) -> None:
+        """Raise SpecError, which names the longest lists, for more `rows` than `most`."""
+        if rows > most:
+            longest = sorted(self.axes, key=lambda each: -len(each.values))[:3]
+            lists = ", ".join(f"{each.knob} ({len(each.values)} values)" for each in longest)
+            problem = f"leads to more than {most:,} candidates"
+            raise SpecError(key="auto_tuner.space", problem=problem, fix=f"give shorter lists, such as of {lists}")
 
     def space(self, axes: tuple[Axis, ...]) -> Space:
         """Return the finished space with sorted rows, whose digits are in the order of `axes`."""

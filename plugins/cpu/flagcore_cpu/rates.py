@@ -131,9 +131,14 @@ def read(text: str | bytes) -> Rates:
     return found
 
 
+WITHOUT_BACKENDS = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+"""Without it, torch imports what is installed for other devices, which may be broken."""
+
+
 def _measured(file: Path, cores: int) -> Rates | None:
     seconds = CROWDED_SECONDS if (is_crowded := _is_crowded()) else SECONDS
-    printed = tool_output(sys.executable, "-m", PROGRAM, str(cores), str(seconds), timeout_seconds=TIMEOUT_SECONDS)
+    words, environment = (sys.executable, "-m", PROGRAM, str(cores), str(seconds)), {**os.environ, **WITHOUT_BACKENDS}
+    printed = tool_output(*words, timeout_seconds=TIMEOUT_SECONDS, environment=environment)
     try:
         found: dict[str, Any] = json.loads((printed or "").strip().rpartition("\n")[2])
         rates = read(json.dumps({**found, "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}))

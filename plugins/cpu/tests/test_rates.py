@@ -1,4 +1,5 @@
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,7 +45,8 @@ def printing(monkeypatch: pytest.MonkeyPatch, printed: str | None) -> list[tuple
     """Replace the program by one that prints `printed`, and return its calls."""
     calls = list[tuple[str, ...]]()
 
-    def tool_output(*argv: str, timeout_seconds: float) -> str | None:
+    def tool_output(*argv: str, timeout_seconds: float, environment: Mapping[str, str]) -> str | None:
+        assert environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
         calls.append(argv)
         return printed
 

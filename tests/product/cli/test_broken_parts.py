@@ -70,6 +70,8 @@ NEEDS: dict[str, Callable[[], object]] = {
 }
 """What needs the part of each group. Pages and overlays have others to use, and plugins are failures in a list."""
 OTHERS = ("flagcore.overlays", "flagcore.pages", "flagcore.plugins", "flagcore.benchmarks", "torch.backends")
+OWN_RECORDS = ("flagcore.engines", "flagcore.overlays", "flagcore.plugins", "flagcore.benchmarks", "torch.backends")
+"""The groups whose parts `broken_parts` leaves out: they have records of their own, or flagcore does not load them."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -143,6 +145,16 @@ def test_a_broken_part_that_nothing_needs_is_a_failure_in_the_list(
     assert plugins.page_writer()
 
 
+def test_doctor_names_a_part_of_a_wrong_type_of_each_group(break_parts: Callable[..., None]) -> None:
+    groups = [each for each in (*NEEDS, *OTHERS) if each not in OWN_RECORDS]
+    break_parts("is slow and of a wrong type", *groups)
+    named = dict(plugins.broken_parts())
+    clash = f"{DISTRIBUTION}-{groups.index('flagcore.models')}, flagcore-models"
+    distributions = {f"{DISTRIBUTION}-{number}" for number in range(len(groups))} - {clash.partition(",")[0]} | {clash}
+    assert {*named} == distributions
+    assert all(f"(from {name})" in error for name, error in named.items())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["exits", "hangs", "prints without end"])
 @pytest.mark.costly
@@ -160,5 +172,5 @@ def test_no_command_ends_because_all_groups_have_a_broken_part(
     found = flag("import", "--", "vllm", "serve", "Qwen/Qwen3-8B").worked()
     assert found.err.count(f"(from {DISTRIBUTION}-2)") == 1
     flag("estimate", "--model", "Qwen/Qwen3-8B", "--engine", "megatron", "--chip", "H100", "--devices", "8").worked()
-    assert flag("doctor", "--json").out.count(f"(from {DISTRIBUTION}-") == len(NEEDS) - 1  # no watcher, but a page
+    assert flag("doctor", "--json").out.count(f"(from {DISTRIBUTION}-") == len(NEEDS)  # no catalogue, but a page
     assert [each for each in libraries() if each.name == NAME] == []

@@ -122,12 +122,12 @@ def test_missing_values_are_asked_for_on_a_terminal_only(flag: Flag, tmp_path: P
         ("import", "vllm"),
         ("import", "vllm", "llama-server -m x"),
         ("import", "none", "x"),
+        ("estimate", "odd.yaml"),
     ],
 )
-def test_bad_input_is_wrong_usage(flag: Flag, arguments: tuple[Any, ...]) -> None:
-    completed = flag(*arguments)
-    assert completed.code == 2
-    assert completed.out == ""
+def test_bad_input_is_wrong_usage(flag: Flag, folder: Path, arguments: tuple[Any, ...]) -> None:
+    (folder / "odd.yaml").write_text("cluster: 1\nenvs: [A=1]\n")
+    flag(*arguments).refused(2)
 
 
 def test_an_imported_command_is_printed_with_its_notes_on_stderr(flag: Flag, tmp_path: Path) -> None:
@@ -136,6 +136,15 @@ def test_an_imported_command_is_printed_with_its_notes_on_stderr(flag: Flag, tmp
     ).worked()
     assert yaml.safe_load(completed.out)["auto_tuner"]["baseline"]["tensor_model_parallel_size"] == 2
     assert "--port" in completed.err
+
+
+def test_what_is_left_out_of_a_script_keeps_the_secrets_of_its_program(flag: Flag, tmp_path: Path) -> None:
+    secret = "k3y-of-the-certificate"
+    script = f"openssl rsa -passin pass:{secret} -in a\nsmbclient -U me%{secret} //h/s\nvllm serve Qwen/Qwen3-8B\n"
+    (tmp_path / "start.sh").write_text(script)
+    completed = flag("import", "start.sh").worked()
+    assert secret not in completed.out + completed.err
+    assert "openssl: is left out: rsa -passin pass:(left out) -in a" in completed.err
 
 
 def test_unknown_chip_is_refused_with_near_names(flag: Flag) -> None:

@@ -5,6 +5,7 @@ import itertools
 import random
 import tracemalloc
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from flagcore_testing.toy import ENGINE
 
 from flagcore.domain.engine import ForcedSetting, RefusedValues
 from flagcore.domain.knob import Knob
-from flagcore.domain.space import Axis, Candidate, Merge, Rule, Space
+from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, Merge, Rule, Space
 from flagcore.domain.spec import Task
 from flagcore.errors import NoDevice, SpecError
 from flagcore.tuner.stages import build as build_module
@@ -157,6 +158,28 @@ def test_more_candidates_than_can_be_held_are_refused(monkeypatch: pytest.Monkey
     axes = [Axis(knob=knob, values=tuple(range(1, 101)), neutral=1) for knob in "ab"]
     with pytest.raises(SpecError, match="more than 1,000 candidates"):
         build(axes, [], [])
+
+
+@pytest.mark.parametrize(("most", "rounds"), [(3000, 2), (1400, 1), (900, 0)])
+def test_a_bound_that_keeps_some_rows_of_each_piece_judges_a_limited_number(
+    monkeypatch: pytest.MonkeyPatch, most: int, rounds: int
+) -> None:
+    monkeypatch.setattr(build_module, "CHUNK", 100)
+    monkeypatch.setattr(build_module, "BOUND_ROWS", 0)
+    sizes = list[int]()
+
+    def broken(columns: Columns) -> BoolArray:
+        sizes.append(columns["a"].size)
+        return np.arange(columns["a"].size) >= 30
+
+    axes = [Axis(knob=knob, values=tuple(range(1, 32)), neutral=1) for knob in "abc"]
+    limits = {"message": "", "broken": broken, "least_rows": 50, "most_rows": most}
+    bounds: list[Any] = [Rule(name="best", knobs=tuple(each), **limits) for each in ("ab", "abc")]
+    with nullcontext() if rounds == 2 else pytest.raises(SpecError, match=f"more than {most:,} candidates") as caught:
+        assert len(build(axes, [], [], bounds)) == 30
+    assert max(sizes, default=0) <= 100
+    assert sum(sizes) <= most
+    assert (caught is None) or "(31 values)" in str(caught.value)
 
 
 def test_ten_million_combinations_need_little_memory() -> None:

@@ -24,7 +24,7 @@ from flagcore_megatron.space.knobs import BY_NAME, program_runs_meshes
 from flagcore_megatron.space.meshes import DP, MESHES, PIPELINE, PP, RECOMPUTE_KNOBS, SIZES, Meshes
 from flagcore_megatron.space.split import derived
 
-PLANNED = 256
+PLANNED = 768
 """Number of meshes that become candidates. In addition, each order of the node groups gets an equal share of this
 number."""
 NEAR, NEAR_OF_MANY = 1.5, 1.15
