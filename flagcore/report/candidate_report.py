@@ -358,7 +358,7 @@ def _rows(both: Comparison) -> Iterator[list[str]]:
     if both.a.measured or both.b.measured:
         spreads = {_("spread within a run"): "spread_s", _("spread between runs"): "between_s"}
         for words, key in spreads.items():
-            shares = pair("measured", lambda runs, key=key: runs.share(getattr(runs, key)))
+            shares = [each.measured and each.measured.share(getattr(each.measured, key)) for each in (both.a, both.b)]
             yield [words, *("-" if each is None else f"{each:.1%}" for each in shares), "-", "-"]
         yield [_("runs"), *map(shown, pair("measured", attrgetter("runs"))), "-", "-"]
         yield _row(_("in use GiB"), pair("measured", attrgetter("device_used_gib")))
