@@ -356,12 +356,10 @@ def _rows(both: Comparison) -> Iterator[list[str]]:
 
     yield _row(name, speed("measured"))
     if both.a.measured or both.b.measured:
-        spreads: dict[str, Callable[[Any], float | None]] = {
-            _("spread within a run"): lambda runs: runs.share(runs.spread_s),
-            _("spread between runs"): lambda runs: runs.share(runs.between_s),
-        }
-        for words, share in spreads.items():
-            yield [words, *("-" if each is None else f"{each:.1%}" for each in pair("measured", share)), "-", "-"]
+        spreads = {_("spread within a run"): "spread_s", _("spread between runs"): "between_s"}
+        for words, key in spreads.items():
+            shares = [each.measured and each.measured.share(getattr(each.measured, key)) for each in (both.a, both.b)]
+            yield [words, *("-" if each is None else f"{each:.1%}" for each in shares), "-", "-"]
         yield [_("runs"), *map(shown, pair("measured", attrgetter("runs"))), "-", "-"]
         yield _row(_("in use GiB"), pair("measured", attrgetter("device_used_gib")))
     yield _row(f"~{name}", speed("predicted"))

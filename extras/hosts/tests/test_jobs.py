@@ -97,6 +97,7 @@ def test_a_spare_takes_the_place_of_a_lost_host(tmp_path: Path, mark: str, messa
 @pytest.mark.slow
 def test_a_job_without_restarts_left_ends_with_its_failure(tmp_path: Path, mark: str, messages: list[str]) -> None:
     assert run_job(launcher(), training(tmp_path, "kill -9 $$", ("a",)), {}, restarts=1) == 128 + 9
+    assert messages[-1].startswith("flag: no restart is left of 1")
     (tmp_path / "lost").mkdir()
     with pytest.raises(HostLost, match="host b"):
         run_job(launcher(), training(tmp_path / "lost", LOSES_ITS_HOST, ("a", "b")), {}, restarts=0)
