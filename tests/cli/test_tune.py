@@ -18,13 +18,12 @@ import click
 import pytest
 import yaml
 from fixed_machine import PINS
-from flagcore_importers.command import command_readers
 from flagcore_testing import toy_program
 
 from flagcore import api
 from flagcore.cli import options
 from flagcore.cli.main import OWN
-from flagcore.plugins import IMPORTERS, importer, names
+from flagcore.plugins import ENGINES, IMPORTERS, find_engine, importer, names
 from tests.checks import books_balance, check_kept_once
 from tests.cli.conftest import BEST, FLAG, SPACE, Flag, Project, Ran
 from tests.launchers.processes import within
@@ -319,7 +318,8 @@ def test_help_lists_each_command_once_with_its_whole_summary(flag: Callable[...,
     assert max(map(len, text.splitlines())) <= 80
     imports, plugins = (flag(name, "--help").out.partition("Commands:")[2] for name in ("import", "plugins"))
     assert "..." not in imports + plugins
-    assert all(name in imports for name in (*command_readers(), *(importer(name).title for name in names(IMPORTERS))))
+    readers = [name for name in names(ENGINES) if find_engine(name).commands]
+    assert all(name in imports for name in (*readers, *(importer(name).title for name in names(IMPORTERS))))
     assert set(re.findall(r"[\w-]+", flag("export", "--help").out)) >= set(api.export_targets())
 
 
