@@ -508,7 +508,8 @@ def test_a_candidate_is_served_unchanged(model: str, tmp_path: Path) -> None:
         reported = ENGINE.reports.effective(server.fetch, log_text(server.log))
         assert {knob: reported[knob] for knob in requested} == requested
         assert (reported["context_len"], reported["enforce_eager"]) == (512, True)
-        assert send(server.url, load=Load(input_len=3, output_len=9, num_prompts=1, concurrency=1)).problems == ()
+        load = Load(input_len=3, output_len=9, num_prompts=1, concurrency=1)
+        assert send(server.url, load=load, model=model).problems == ()
         assert ENGINE.reports.read_counters(server.fetch)["output_tokens"] == 9
 
 
