@@ -25,6 +25,7 @@ from flagcore.api.runs import read_result
 from flagcore.domain.knob import Knobs
 from flagcore.domain.metrics import HIGHEST_LOAD
 from flagcore.domain.space import KnobValue
+from flagcore.domain.spec import Spec
 from flagcore.errors import NothingFits, SpecError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.launchers.script import checked_name, job_name
@@ -328,7 +329,8 @@ def sizing(
         raise UsageError(
             _("--rate {rate:g}: give at most {most:g} requests per second", rate=rate, most=MAX_TOTAL_RATE)
         )
-    loaded, planned = LoadedSpec(file, data), partial(estimate, top=LISTED, distinct=True, without=without)
+    loaded = LoadedSpec(file, data)
+    planned = partial(estimate, top=LISTED, distinct=True, without=without, change=_for_best)
     found = sizes_of(loaded, rate, chips, planned) if run is None else [measured_size(loaded, rate, run)]
     best = found[0]
     spec = _replica(loaded, best.chip, None, best.nodes, best.devices_per_replica // best.nodes)
@@ -348,6 +350,10 @@ def sizing(
         name=job_name((run or file).stem),
         has_image=bool(opened.problem.engine.image(opened.problem.platform)),
     )
+
+
+def _for_best(spec: Spec) -> Spec:
+    return replace(spec, work=replace(spec.serve, only_best=True))
 
 
 def _assumed(work: Any) -> str:
