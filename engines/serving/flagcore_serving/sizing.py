@@ -27,6 +27,7 @@ from flagcore.api.runs import read_result
 from flagcore.domain.knob import Knobs
 from flagcore.domain.metrics import HIGHEST_LOAD
 from flagcore.domain.space import KnobValue
+from flagcore.domain.spec import Spec
 from flagcore.errors import NothingFits, SpecError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.launchers.script import checked_name, job_name
@@ -343,8 +344,8 @@ def sizing(
         raise UsageError(
             _("--rate {rate:g}: give at most {most:g} requests per second", rate=rate, most=MAX_TOTAL_RATE)
         )
-    loaded, estimated = LoadedSpec(file, data), partial(estimate, top=LISTED, distinct=True, without=without)
-    said = set[str]()
+    estimated = partial(estimate, top=LISTED, distinct=True, without=without, change=_for_best)
+    loaded, said = LoadedSpec(file, data), set[str]()
 
     def planned(spec: SpecLike) -> Estimate:
         with _once(said):
@@ -370,6 +371,10 @@ def sizing(
         name=job_name(run.name if run else file.stem),
         has_image=bool(opened.problem.engine.image(opened.problem.platform)),
     )
+
+
+def _for_best(spec: Spec) -> Spec:
+    return replace(spec, work=replace(spec.serve, only_best=True))
 
 
 @contextmanager

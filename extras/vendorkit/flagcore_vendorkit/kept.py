@@ -20,6 +20,7 @@ from hashlib import sha256
 from importlib.util import find_spec
 from io import BytesIO
 from itertools import islice
+from logging import Logger
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ from flagcore.domain.files import data_folder, read_regular
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, Candidate, Space
 from flagcore.loading.entry_points import installed
+from flagcore.plugins.plugin import PluginProxy
 
 T = TypeVar("T")
 SWITCH = "FLAGCORE_CACHE"
@@ -56,7 +58,7 @@ def kept(compute: Callable[[], T], about: Iterable[object], is_certain: Callable
     """
     file = None
     if os.environ.get(SWITCH) != "off":
-        with suppress(TypeError, RecursionError, OSError):  # unknown content, or no folder
+        with suppress(TypeError, RecursionError, OSError, ValueError):  # unknown content, an empty cell, or no folder
             file = cache_folder() / f"{_key(about)}.npz"
     if file is None:
         return compute()
@@ -144,7 +146,7 @@ def _content(value: Any) -> Iterator[object]:
     """Yield what distinguishes a value, without addresses of memory. Raises TypeError if that is unknown."""
     kind = type(value)
     yield f"{kind.__module__}.{kind.__qualname__}"
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, Enum, re.Pattern)):
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, Enum, re.Pattern, Logger)):
         yield repr(value)
         if isinstance(value, str) and "/" in value:
             yield from _files(value)
@@ -169,8 +171,13 @@ def _content(value: Any) -> Iterator[object]:
         yield from _content((value.func, value.args, value.keywords))
     elif isinstance(value, (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)):
         yield getattr(value, "__module__", None), getattr(value, "__qualname__", value.__name__)
+        if isinstance(value, FunctionType):  # the code itself is in a file
+            cells = tuple(each.cell_contents for each in value.__closure__ or ())
+            yield from _content((cells, value.__defaults__, value.__kwdefaults__))
     else:
         names = [each.name for each in fields(value)] if is_dataclass(value) else sorted(vars(value))
+        if isinstance(value, PluginProxy):  # its guards of methods only count calls
+            names = ["_owner", "_wrapped"]
         for name in names:
             yield name
             yield from _content(getattr(value, name))

@@ -16,6 +16,7 @@ from flagcore_vendorkit import kept as keeping
 
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, Candidate, Space
+from flagcore.plugins.plugin import PluginProxy
 
 FLOATS, INTS = np.array([0.1, np.nan, np.inf]), np.array([3, 1, 2])
 MEMORY = dict.fromkeys(
@@ -44,6 +45,25 @@ class Task:
     sizes: Any = None
 
 
+@dataclass
+class Rate:
+    """An object of a plugin with state."""
+
+    per_s: float
+
+    def seconds(self, sizes: Any) -> Any:
+        return sizes / self.per_s
+
+
+def _closure(state: float, rate: float = 1.0) -> Callable[..., object]:
+    """Return a function of a plugin that knows `state`, and `rate` as a default."""
+
+    def seconds(size: float, rate: float = rate) -> float:
+        return size / rate + state
+
+    return seconds
+
+
 class Commands:
     """Asks for a result, as commands do one after the other, and counts how often it is computed."""
 
@@ -52,12 +72,16 @@ class Commands:
         self.task: Any = Task("a", folder / "lengths.txt", np.arange(3))
         self.task.file.write_text("1 2 3")
         self.certain = True
+        proxy = PluginProxy("acme", Rate(1.0))
+        self.state: dict[str, Any] = {"closure": _closure(1.0), "method": Rate(1.0).seconds, "proxy": proxy}
 
     def ask(self) -> Any:
-        return keeping.kept(self._compute, (self.task, {"tp": (1, 2)}, partial(min, 1)), lambda: self.certain)
+        about = (self.task, self.state, {"tp": (1, 2)}, partial(min, 1))
+        return keeping.kept(self._compute, about, lambda: self.certain)
 
     def _compute(self) -> Any:
         self.computed += 1
+        self.state["proxy"].seconds(np.ones(1))  # as a prediction may
         return RESULT
 
     @property
@@ -113,6 +137,9 @@ CHANGES: dict[str, Callable[[Commands, pytest.MonkeyPatch], object]] = {
     "its type": lambda commands, patch: setattr(commands.task, "sizes", [0, 1, 2]),
     "array": lambda commands, patch: setattr(commands.task, "sizes", np.arange(3.0)),
     "one of many elements": lambda commands, patch: setattr(commands.task, "sizes", np.arange(3) ** 2),
+    "state of a closure": lambda commands, patch: commands.state.update(closure=_closure(2.0)),
+    "default of a function": lambda commands, patch: commands.state.update(closure=_closure(1.0, rate=2.0)),
+    "object of a plugin": lambda commands, patch: commands.state.update(proxy=PluginProxy("acme", Rate(2.0))),
     "file of the spec": _writes("lengths.txt", "1 2 4"),
     "data of a plugin": _writes("path/flagcore_acme/chips.yaml", "rate: 2"),
     "code of a plugin": _writes("path/flagcore_acme/__init__.py", "x = 1"),

@@ -57,6 +57,7 @@ def estimate(
     on_page: Callable[[str], object] | None = None,
     start: Callable[[str], str] | None = None,
     plan: bool = True,
+    change: Callable[[Spec], Spec] = lambda spec: spec,
 ) -> Estimate:
     """Predict all candidates of a spec and return the `top` fastest. No trial runs, and no hardware is needed.
 
@@ -65,19 +66,19 @@ def estimate(
     layout. `chip` and `objective` replace the values of the spec. With `evidence`, `published` contains all published
     runs on the chip. `on_first` receives a line with the fastest usual candidate, before the whole space is predicted.
     `on_page` receives the plan as an HTML page, with the command that `start` returns for the `target` of the estimate.
-    With `plan` false, the space is that of trials on this machine. Raises the errors of `flagcore.errors`.
+    With `plan` false, the space is that of trials on this machine. `change`: see `open_spec`. Raises `FlagError`.
     """
     if objective is not None:
         spec = changed_spec(spec, {"auto_tuner.objective": objective})
     on_usual = None if on_first is None else partial(_first_line, on_first)
-    opened = open_spec(spec, chip, without, plan=plan, on_usual=on_usual)
+    opened = open_spec(spec, chip, without, plan=plan, on_usual=on_usual, change=change)
     problem, loaded = opened.problem, opened.plugins
     task, order = problem.task, rows_by_time(problem)
     groups, precision = task.cluster.groups, task.spec.work.precision
     if not order.size:
         is_detected = task.spec.cluster.chip == AUTO and not task.spec.cluster.groups  # no change of it helps
-        change = None if is_detected else partial(cheapest_change, problem, loaded)
-        raise NothingFits(nothing_fits_text(problem, change))
+        to_fit = None if is_detected else partial(cheapest_change, problem, loaded)
+        raise NothingFits(nothing_fits_text(problem, to_fit))
     published = published_runs(problem, loaded, None if evidence else NEAREST)
     place = recommended(problem, order)
     can_start = not task.spec.work.missing

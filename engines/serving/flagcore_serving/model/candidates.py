@@ -290,7 +290,8 @@ def _highest(
     """Return the metrics of one candidate at its highest load or, if none meets the limits, at the lowest tried one.
 
     A search for the highest rate starts where the last one suggests, and tries powers of RESOLUTION, so that candidates
-    share requests. A candidate that is FAR below the best and has the layout of an earlier one is not simulated.
+    share requests. A candidate that is FAR below the best and has the layout of an earlier one is not simulated. If the
+    spec asks only for the best, a candidate that does not serve the best rate is not searched: it gets a bound.
     `kinds`: as in `_load_figures`. `expected`: the candidate's rate in closed form. `found`: by layout, and by None for
     all of them, this rate and the metrics of the last candidate; this function updates it.
     """
@@ -299,9 +300,14 @@ def _highest(
     layout = tuple((settings.tensor[row], settings.pipeline[row], settings.data[row], each) for row, each in kinds)
     known = [found[layout]] if layout in found else [*found.values(), (1.0, {HIGHEST_LOAD: 0.0})]
     before, figures = max(known, key=lambda each: each[1][HIGHEST_LOAD] / each[0])
-    scaled = {name: expected / before * figures[name] for name in (*RATES, HIGHEST_LOAD) if name in figures}
-    if layout in found and scaled[HIGHEST_LOAD] < FAR * max(each[HIGHEST_LOAD] for _, each in found.values()):
-        return {**figures, **scaled}
+    best = max((each[HIGHEST_LOAD] for _, each in found.values()), default=0.0)
+
+    def scaled(ratio: float) -> dict[str, float]:
+        return {name: ratio * figures[name] for name in (*RATES, HIGHEST_LOAD) if name in figures}
+
+    start = scaled(expected / before)[HIGHEST_LOAD]
+    if layout in found and start < FAR * best:
+        return {**figures, **scaled(expected / before)}
 
     def load_at(value: float) -> float:
         return value if is_concurrency else float(RESOLUTION ** round(math.log(value, RESOLUTION)))
@@ -311,7 +317,11 @@ def _highest(
         is_met = bool(points[value]) and all(points[value].get(name, 0.0) <= limit for name, limit in slo.items())
         return Verdict.MET if is_met else Verdict.EXCEEDED
 
-    start, minimum, growth = scaled[HIGHEST_LOAD] or expected, MIN_RATE, RESOLUTION
+    if best and context.serve.only_best:
+        if predict(best) is not Verdict.MET:
+            return {**figures, **scaled(min(start, best / RESOLUTION) / figures[HIGHEST_LOAD])}
+        start = max(start, best)
+    start, minimum, growth = start or expected, MIN_RATE, RESOLUTION
     if is_concurrency:
         start, minimum, growth = FIRST_LOAD, 1.0, GROWTH
     highest = highest_load(

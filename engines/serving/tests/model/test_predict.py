@@ -218,6 +218,23 @@ def test_a_search_that_stops_simulations_finds_the_same_rates(monkeypatch: pytes
     assert found[: len(limits)] == found[len(limits) :]
 
 
+def test_a_search_for_the_best_alone_finds_the_best_with_fewer_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = replace(LOAD, concurrency=None, request_rate=1000.0, num_prompts=300)
+    arguments = {"tensor": [4, 8, 1, 2], "instances": [2, 1, 8, 4], "max_running": [256, 256, 64, 64]}
+    slo, found, simulated = {"ttft_s.p99": 1.0, "tpot_s.p99": 0.03}, list[np.ndarray](), list[int]()
+    for only_best in (False, True):
+        monkeypatch.setattr(candidates, "_known", {})
+        on = task(load, slo=slo, highest="request_rate", only_best=only_best)
+        found.append(predicted(on, **arguments).figures["highest_load"])
+        simulated.append(sum(map(len, candidates._known.values())))
+    every, bounds = found
+    is_best = every == every.max()
+    assert (bounds[is_best] == every.max()).all()
+    assert (bounds[~is_best] < every.max()).all()
+    assert is_best.sum() < is_best.size
+    assert simulated[1] < simulated[0]
+
+
 def test_a_latency_of_several_loads_comes_from_the_heaviest() -> None:
     loads = [replace(LOAD, concurrency=each) for each in (1, 8, 32)]
     found = predicted(task(*loads, objective="ttft_s.p99"))
