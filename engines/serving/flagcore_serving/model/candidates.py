@@ -242,7 +242,7 @@ def _simulation_key(
     traces, which have no short key, and for another simulation."""
     if context.encoder is not None or load.load.trace or context.simulation:
         return None
-    free = (replace(lanes[0], **dict.fromkeys(("running", "budget", "cache_tokens"), math.inf)), *lanes[1:])
+    free = (replace(lanes[0], running=math.inf, budget=math.inf, cache_tokens=math.inf), *lanes[1:])
     costs = tuple(context.times.bytes_of(row) for row, _ in kinds)
     rows = [row for row, _ in kinds]
     arrays = (context.kinds.count, context.kinds.role, context.transfer)
