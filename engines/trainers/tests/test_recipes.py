@@ -369,15 +369,16 @@ def test_without_their_reader_the_advice_is_to_install_it(folder: Path) -> None:
             "env NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-4B --max_length 2048 --tensor_model_parallel_size 2 "
             "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1",
             {
-                "data_parallel_size": 2,
+                "data_parallel_size": 1,
                 "tensor_model_parallel_size": 1,
+                "context_parallel_size": 2,
                 "pipeline_model_parallel_size": 4,
                 "num_layers_per_virtual_pipeline_stage": 3,
                 "use_recompute": False,
             },
             "megatron sft --model Qwen/Qwen3-4B --max_length 2048 --tensor_model_parallel_size 1 "
-            "--recompute_granularity none --pipeline_model_parallel_size=4 --virtual_pipeline_model_parallel_size=3 "
-            "--micro_batch_size=4 --global_batch_size=16",
+            "--recompute_granularity none --pipeline_model_parallel_size=4 --context_parallel_size=2 "
+            "--virtual_pipeline_model_parallel_size=3 --micro_batch_size=4 --global_batch_size=16",
             {},
         ),
         (

@@ -38,7 +38,7 @@ def framework_of(words: Sequence[str]) -> str | None:
 def _dialect(framework: str, *, on_megatron: bool) -> Dialect:
     """Return the keys of a framework, and those of the programs that start it."""
     row, keys = TABLES[framework], dict[str, Any]()
-    first = row.get("megatron_keys", {}) if on_megatron else {}
+    first = {**{name: (name,) for name in SIZES}, **row.get("megatron_keys", {})} if on_megatron else {}
     for name, names in [*first.items(), *row["keys"].items(), *COMMON["keys"].items()]:
         keys[name] = (*keys.get(name, ()), *names)
     own = (*SIZES, *(MEGATRON_NAMES if on_megatron else ()))
