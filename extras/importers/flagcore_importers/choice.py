@@ -133,7 +133,7 @@ def _several(given: Input, found: Found) -> SpecError:
     shown = ", ".join(f"{'... ' if common > 40 else ''}{each[common * (common > 40) :][:60]}" for each in texts)
     shown = shown or _("nothing")
     problem = _("must start exactly one engine, but starts {n}; its commands are {shown}", n=len(found), shown=shown)
-    if not found and len((given.shown or "").split()) == 1:
+    if not found and len((given.shown or "").split()) == 1 and not os.path.isfile(given.shown or ""):
         problem = _("is neither a file nor a command that starts an engine")
     return SpecError(key="command", value=given.shown, problem=problem, fix=_fix(given, found))
 

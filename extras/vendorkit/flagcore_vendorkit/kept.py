@@ -32,7 +32,6 @@ from flagcore.domain.files import data_folder, read_regular
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, Candidate, Space
 from flagcore.loading.entry_points import installed
-from flagcore.plugins.plugin import PluginProxy
 
 T = TypeVar("T")
 SWITCH = "FLAGCORE_CACHE"
@@ -176,7 +175,7 @@ def _content(value: Any) -> Iterator[object]:
             yield from _content((cells, value.__defaults__, value.__kwdefaults__))
     else:
         names = [each.name for each in fields(value)] if is_dataclass(value) else sorted(vars(value))
-        if isinstance(value, PluginProxy):  # its guards of methods only count calls
+        if "_wrapped" in names:  # a guard of a plugin's object, whose wrapped methods only count calls
             names = ["_owner", "_wrapped"]
         for name in names:
             yield name

@@ -68,19 +68,14 @@ def export(
     if work.missing:
         fix = N_("set it: a prediction does without it, a start does not")
         raise SpecError(key=f"{work.kind}.{work.missing}", problem="is missing", fix=fix)
-    if target not in (exporters := _exporters(work.engine, target)):
-        extras = (plugins.missing_extra(group, target) for group in (plugins.LAUNCHERS, plugins.IMPORTERS))
-        fix = next(filter(None, extras), "") or did_you_mean(target, exporters)
-        text = _(
-            "--to {target} is not a target of this job: use one of {known}", target=target, known=", ".join(exporters)
-        )
-        raise UsageError("; ".join(filter(None, [text, fix])))
     with writable(folder, _("choose another folder with --output")), _whole_folder(folder) as draft:
         files_of = partial(_files, snapshot, chosen, draft, job_id, options or {})
         try:
             files, missing = files_of(target)
         except UsageError as error:
-            accepted = [each for each in export_targets(work.engine) if _is_accepted(files_of, each)]
+            named = partial(_files, snapshot, chosen, draft, job_id, {"image": "IMAGE", **(options or {})})
+            ways, targets = (files_of, named), export_targets(work.engine)
+            accepted = [each for each in targets if any(_is_accepted(way, each) for way in ways)]
             known = [_("targets that accept this: {known}", known=", ".join(accepted))] if accepted else []
             raise UsageError("; ".join([str(error), *known])) from None
         for name, text in files.items():
@@ -130,7 +125,12 @@ def _files(
     snapshot: Snapshot, candidate: Candidate, folder: Path, name: str, options: Mapping[str, str], target: str
 ) -> tuple[Mapping[str, str], str]:
     """Return the content of each file for a target, and what is missing. Raises UsageError if it is refused."""
-    exporter = _exporters(snapshot.task.spec.work.engine, target)[target]
+    exporters = _exporters(snapshot.task.spec.work.engine, target)
+    if target not in exporters:
+        extras = (plugins.missing_extra(group, target) for group in (plugins.LAUNCHERS, plugins.IMPORTERS))
+        fix = next(filter(None, extras), "") or did_you_mean(target, exporters)
+        raise UsageError("; ".join(filter(None, [_("--to {target} is not a target of this job", target=target), fix])))
+    exporter = exporters[target]
     job = _job(snapshot, candidate, exporter, folder, name, options)
     most = getattr(exporter, "most_vendors", 0)
     if job.unequal_nodes and len({group.chip.vendor for group in snapshot.task.cluster.groups}) > most:
