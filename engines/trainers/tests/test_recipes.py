@@ -274,10 +274,17 @@ def test_large_logits_name_the_fused_loss(left_out: str, words: set[str], folder
     assert {each for each in ("Liger", "QLoRA", "enable_liger_kernel") if each in line} == words
 
 
-def test_checkpoints_on_the_host_are_noted(folder: Path) -> None:
-    (folder / "own.yaml").write_text(AXOLOTL + "gradient_checkpointing: offload\n")
+@pytest.mark.parametrize(
+    ("line", "key", "word"),
+    [
+        ("gradient_checkpointing: offload", "gradient_checkpointing", "offload"),
+        ("qat: {weight_dtype: int4}", "qat.weight_dtype", "fake quantization"),
+    ],
+)
+def test_what_a_job_keeps_beyond_the_prediction_is_noted(folder: Path, line: str, key: str, word: str) -> None:
+    (folder / "own.yaml").write_text(f"{AXOLOTL}{line}\n")
     notes = {note.key: note for note in read_command(None, ["own.yaml"], chip="H100-SXM").notes}
-    assert "offload" in str(notes["gradient_checkpointing"])
+    assert word in str(notes[key])
 
 
 def test_trials_start_a_command_with_a_file_of_deepspeed(folder: Path) -> None:
