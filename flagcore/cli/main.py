@@ -142,8 +142,6 @@ def _run(arguments: list[str]) -> int:
         if type(error).exit_code == 1:
             raise
         return error.exit_code
-    except click.exceptions.Exit as error:
-        return error.exit_code
     except click.ClickException as error:
         error.show()
     except (KeyboardInterrupt, click.Abort):
@@ -162,6 +160,10 @@ def _run(arguments: list[str]) -> int:
         say(_("flag: cannot write the output: {reason}", reason=error.strerror))
     except RecursionError:
         say(_("flag: the input is nested too deeply"))
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "new thread" not in str(error):
+            raise
+        say(_("flag: out of memory or threads; free some, or raise the limits (`ulimit -v`, `ulimit -u`)"))
     return 2
 
 

@@ -15,9 +15,12 @@ from pydantic import Field
 from flagcore.domain.spec import AUTO, ClusterSpec
 from flagcore.domain.units import MAX_DEVICES, Devices, Latency, Memory, NoDevices, Price, Rate, Speed, Text, Wait, Word
 from flagcore.errors import join_errors
-from flagcore.i18n import N_, _
+from flagcore.i18n import _
 from flagcore.spec.plain_data import KeyPath, read_text, spec_error
 from flagcore.spec.validate import Context, Envs, Name, Section
+
+MAX_PER_NODE = 1_024
+NodeDevices = Annotated[int, Field(ge=1, le=MAX_PER_NODE)]
 
 
 class NodesSection(Section):
@@ -27,7 +30,7 @@ class NodesSection(Section):
     """Name or alias of a chip of any plugin."""
     nodes: Devices = 1
     """Number of hosts."""
-    devices_per_node: Literal["auto"] | Devices = "auto"
+    devices_per_node: Literal["auto"] | NodeDevices = "auto"
     """Devices per host; auto: the detected number, the slots of the hostfile, or the usual number for the chip."""
     memory_per_device: Memory = None
     """Memory per device that a trial may use, in bytes or with a unit; null: all of it."""
@@ -135,8 +138,8 @@ def _problem(
     if len(options) < len(pairs) or not set(options) <= {"slots", "type"} or not options.get("type", "x"):
         return "has other text than slots=NUMBER and type=LABEL after the host"
     slots = options.get("slots", "1")
-    if not re.fullmatch("[0-9]{1,7}", slots) or not 1 <= int(slots) <= MAX_DEVICES:
-        return f"must give slots from 1 to {MAX_DEVICES}"
+    if not re.fullmatch("[0-9]{1,7}", slots) or not 1 <= int(slots) <= MAX_PER_NODE:
+        return f"must give slots from 1 to {MAX_PER_NODE}"
     for first in islice(kinds.values(), 1):
         for key, has in (("slots", first.slots is not None), ("type", bool(first.kind))):
             if (key in options) != has:
@@ -152,10 +155,9 @@ def cluster_of(cluster: ClusterSection | Literal["auto"], context: Context) -> C
     """
     if not isinstance(cluster, ClusterSection):
         return ClusterSpec()
-    lines: Sequence[HostLine] = ()
+    hostfile = cluster.hostfile
+    lines = read_hosts(context.base / hostfile, file=context.file) if hostfile is not None else ()
     host_envs: Any = {host.rpartition("@")[2]: envs for host, envs in cluster.host_envs.items()}
-    if cluster.hostfile is not None:
-        lines = read_hosts(context.base / cluster.hostfile, file=context.file)
     users = {line.host: line.user for line in lines if line.user}
     if unknown := sorted({*host_envs} - {line.host for line in lines}):
         problem, fix = _("is not a host of cluster.hostfile"), _("use a name of cluster.hostfile, or remove it")
@@ -263,6 +265,5 @@ def _nodes(group: NodesSection, at: KeyPath) -> ClusterSpec:
 def check_devices(nodes: int, per_node: int, at: KeyPath) -> None:
     """Raise SpecError if `nodes` x `per_node` exceeds MAX_DEVICES. `at` is the key path of the section."""
     if nodes * per_node > MAX_DEVICES:
-        text = N_("times devices_per_node = {count} must be at most {most} devices")
-        problem = _(text, count=per_node, most=MAX_DEVICES)
-        raise spec_error((*at, "nodes"), problem, value=nodes, fix=_("use {values}", values=MAX_DEVICES // per_node))
+        text = _("times devices_per_node = {count} must be at most {most} devices", count=per_node, most=MAX_DEVICES)
+        raise spec_error((*at, "nodes"), text, value=nodes, fix=_("use {values}", values=MAX_DEVICES // per_node))

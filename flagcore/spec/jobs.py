@@ -16,7 +16,7 @@ from flagcore.domain.spec import AUTO, JobRecord, Precision, TrainSpec
 from flagcore.domain.units import Devices, Rate, Text, Word
 from flagcore.errors import SpecError
 from flagcore.i18n import closest
-from flagcore.spec.clusters import check_devices
+from flagcore.spec.clusters import NodeDevices, check_devices
 from flagcore.spec.knobs import (
     Engines,
     candidate_of,
@@ -35,7 +35,7 @@ from flagcore.spec.validate import Context, Section, checked, rule
 class _Cluster(Section):
     chip: Text
     devices: Devices | None = None
-    devices_per_node: Devices
+    devices_per_node: NodeDevices
     nodes: Devices | None = None
     cpus_per_node: Devices | None = None
     nic_bytes_per_second: Rate | None = None

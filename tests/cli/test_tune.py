@@ -279,6 +279,16 @@ def test_output_that_cannot_be_written_is_reported_in_one_line() -> None:
     assert completed_process.stderr == "flag: cannot write the output: No space left on device\n"
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems have other limits of stacks")
+def test_a_thread_that_cannot_start_is_reported_in_one_line(project: Project) -> None:
+    lines = ("import threading", "threading.stack_size(1 << 47)", "from flagcore.cli.main import main", "main()")
+    argv = [sys.executable, "-c", "\n".join(lines), "estimate", project.spec()]
+    completed_process = subprocess.run(argv, capture_output=True, text=True)
+    assert completed_process.returncode == 2
+    assert completed_process.stderr.startswith("flag: out of memory or threads;")
+    assert completed_process.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("closes", ["", ">&-"], ids=["closed pipe", "closed"])
 def test_output_that_nobody_reads_is_not_a_failure(closes: str) -> None:
     reader, writer = os.pipe()

@@ -37,6 +37,7 @@ UNKNOWN = "is not a known key"
         ("action: autotune", "action", "must be auto_tune", "did you mean auto_tune?"),
         ("cluster:", "cluster", "is null but must be auto or a mapping", "remove the key"),
         ("cluster: {nodes: 1000000, devices_per_node: 8}", "cluster.nodes", "at most 1000000 devices", "use 125000"),
+        ("cluster: {devices_per_node: 1025}", "cluster.devices_per_node", "from 1 to 1024", ""),
         ("cluster: {devices_per_node: atuo}", "cluster.devices_per_node", "auto or a whole", "did you mean auto?"),
         ("cluster: {memory_per_device: 4gib}", "cluster.memory_per_device", "such as 4GiB", "did you mean 4GiB?"),
         ("cluster: {memory_per_device: 9999TiB}", "cluster.memory_per_device", "from 1048576", ""),

@@ -24,6 +24,8 @@ from mcp_types import CallToolResult, ListToolsResult, TextContent, ToolAnnotati
 from mcp_types import Tool as ToolRecord
 
 from flagcore import __version__
+from flagcore.errors import UsageError
+from flagcore.i18n import _
 from flagcore_mcp.tools import TOOLS
 
 Progress = Callable[[float, float | None, str], Awaitable[None]]
@@ -51,22 +53,31 @@ MOST_LINE = 4 << 20
 class _Lines(TextIOWrapper):
     """Standard input, which ends before a line of MOST_LINE characters."""
 
+    ended = False
+    """Whether it ended before such a line."""
+
     def readline(self, size: int = -1) -> str:  # type: ignore[override]
         line = super().readline(MOST_LINE)
-        return line if len(line) < MOST_LINE else ""
+        self.ended = len(line) >= MOST_LINE
+        return "" if self.ended else line
 
 
 def serve() -> None:
-    """Answer the messages on stdin until it ends. Calls that still run are cancelled."""
-    anyio.run(_serve)
+    """Answer the messages on stdin until it ends. Calls that still run are cancelled.
+
+    Raises UsageError at a message of MOST_LINE characters.
+    """
+    lines = _Lines(sys.stdin.buffer, "utf-8", errors="replace")
+    anyio.run(_serve, lines)
+    if lines.ended:
+        raise UsageError(_("a message has {most} characters or more; send less in one message", most=MOST_LINE))
 
 
-async def _serve() -> None:
+async def _serve(lines: _Lines) -> None:
     server = Server[Any](
         "flagcore", version=__version__, instructions=INSTRUCTIONS, on_list_tools=_list, on_call_tool=_call
     )
-    lines = anyio.wrap_file(_Lines(sys.stdin.buffer, "utf-8", errors="replace"))
-    async with stdio_server(lines) as (read, write):
+    async with stdio_server(anyio.wrap_file(lines)) as (read, write):
         await server.run(read, write, server.create_initialization_options())
 
 

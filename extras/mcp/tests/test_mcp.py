@@ -149,4 +149,4 @@ def test_other_arguments_are_refused(tool: str, arguments: dict[str, Any], messa
 
 def test_a_line_without_end_ends_the_input() -> None:
     lines = server._Lines(BytesIO(b"{}\n" + b"x" * (server.MOST_LINE + 1)))
-    assert [lines.readline(), lines.readline()] == ["{}\n", ""]
+    assert [lines.readline(), lines.ended, lines.readline(), lines.ended] == ["{}\n", False, "", True]

@@ -79,13 +79,15 @@ class MeshOptions(ArrayRecord):
     samples: IntArray
     context: IntArray
 
-    def text(self, row: int, name: str, words: Sequence[str]) -> str:
-        """Return the text of the mesh with the option `row` on the node group `name`.
+    def texts(self, name: str, words: Sequence[str]) -> list[str]:
+        """Return the text of the mesh with each option on the node group `name`.
 
         `words` is the result of `recompute_words`.
         """
         sizes = {"tp": self.tp, "ep": self.ep, "dp": self.dp, "pp": self.pp, "cp": self.context}
-        return mesh_text(name, {key: int(each[row]) for key, each in sizes.items()}, words[int(self.recompute[row])])
+        rows = [*zip(self.recompute.tolist(), *(each.tolist() for each in sizes.values()), strict=True)]
+        text_of = {row: mesh_text(name, dict(zip(sizes, row[1:], strict=True)), words[row[0]]) for row in {*rows}}
+        return [text_of[row] for row in rows]
 
     def room(self, in_flight: FloatArray, ends: FloatArray) -> FloatArray:
         """Return the maximum number of layers that fits on a stage. `ends` is the memory of embedding or head."""

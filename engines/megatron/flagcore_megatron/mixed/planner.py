@@ -142,9 +142,9 @@ def planned(task: Task, costs: Costs, *, plan: bool = True) -> tuple[str, ...]:
                     continue  # candidates without meshes have these sizes
                 seconds, chosen = _best(task, [crossed[group] for group in order], limit)
                 fastest = min([fastest, *seconds[:1].tolist()])
-                for place, score in enumerate(seconds.tolist()):
-                    meshes = zip(order, chosen, strict=True)
-                    text = PIPELINE.join(each.text(place, names[group], words) for group, each in meshes)
+                texts = [each.texts(names[group], words) for group, each in zip(order, chosen, strict=True)]
+                for score, *meshes in zip(seconds.tolist(), *texts, strict=True):
+                    text = PIPELINE.join(meshes)
                     scores[order][text] = min(scores[order].get(text, np.inf), score)
     return _with_best_scores(scores)
 

@@ -11,7 +11,7 @@ import pytest
 from flagcore_megatron import start
 from flagcore_megatron.layers.fastest import split_layers, virtual_stages
 from flagcore_megatron.space import production
-from flagcore_megatron.space.stages import pattern_stages, pattern_text, stages_with
+from flagcore_megatron.space.stages import check_symbols, pattern_stages, pattern_text, stages_with
 from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_training.layout import Layout, Options, StageGroups
 from flagcore_training.memory.training import memory_in_use
@@ -227,6 +227,12 @@ def test_bars_and_slashes_of_a_pattern_are_stages_and_depths() -> None:
     assert pattern_text(hybrid, [5], "MM|MMM/M") == "MMMMM/M"
     with pytest.raises(SpecError, match="has 3 layers, but the model has 5"):
         pattern_stages("M-|M", hybrid)
+
+
+@pytest.mark.parametrize(("pattern", "release"), [("Mm", None), ("M*m", "0.20"), ("MD", "0.17")])
+def test_a_symbol_that_the_release_does_not_read_is_refused(pattern: str, release: str | None) -> None:
+    with pytest.raises(SpecError, match=f"has '{pattern[-1]}', which megatron-core"):
+        check_symbols(pattern, "key", release)
 
 
 @pytest.mark.parametrize("pattern", ["MEM*EMEM", "----MMMM", "M-M-M-*"])

@@ -194,7 +194,7 @@ def _all_divisions(cards: int, per_host: int, on_cores: bool, has_experts: bool,
     divisions = list[str]()
     for first, second in product(layouts, repeat=2):
         counts = range(1, (cards - second.devices) // first.devices + 1)
-        for number in counts if len(counts) <= MAX_COUNTS else _spread(counts):
+        for number in _spread(counts):
             rest = cards - number * first.devices
             second_count, unused_devices = divmod(rest, second.devices)
             if second_count and unused_devices < min(first.devices, second.devices):
@@ -209,7 +209,7 @@ def _wide_divisions(cards: int, per_host: int) -> list[str]:
     attention DP group per device.
     """
     widths = [per_host << step for step in range(1, cards.bit_length()) if per_host << step <= MAX_WIDE_PREFILL]
-    pairs = [(width, number) for width in widths for number in range(1, cards // width + 1)]
+    pairs = [(width, number) for width in widths for number in _spread(range(1, cards // width + 1))]
     divisions = list[str]()
     for width, number in pairs:
         decode_devices = (cards - number * width) // per_host * per_host
@@ -219,14 +219,40 @@ def _wide_divisions(cards: int, per_host: int) -> list[str]:
 
 
 def _spread(counts: range) -> list[int]:
-    """Return at most `MAX_COUNTS` evenly spaced numbers in the range `counts`."""
+    """Return the range `counts`, or `MAX_COUNTS` evenly spaced numbers of it if it has more."""
+    if len(counts) <= MAX_COUNTS:
+        return list(counts)
     return sorted({int(each) for each in np.linspace(counts[0], counts[-1], MAX_COUNTS).round()})
 
 
 @lru_cache(maxsize=1 << 16)
 def fits(parts: Roles, hardware: Hardware) -> bool:
-    """Return whether the instances have room on the hosts."""
-    return places([each.devices for each in parts for _ in range(each.count)], hardware) is not None
+    """Return whether the instances have room on the hosts: whether `places` finds some for them.
+
+    It fills the hosts as `places` does, but all instances of a kind at once.
+    """
+    if hardware.hosts == 1:
+        return True
+    kinds = sorted(((each.devices, each.count) for each in parts), reverse=True)
+    if hardware.on_cores:
+        instances = sum(each.count for each in parts)
+        kinds = [(int(hardware.share(np.array([instances]))[0]), instances)]
+    free = [(hardware.per_host, hardware.hosts)]  # free devices of a host, and the number of such hosts, in their order
+    for devices, count in kinds:
+        width, span = min(devices, hardware.per_host), max(1, devices // hardware.per_host)
+        if width * span != devices:
+            return False
+        needed, left = count * span, list[tuple[int, int]]()
+        for room, hosts in free:
+            on_host = room // width
+            full, rest = divmod(min(needed, on_host * hosts), on_host or 1)
+            partly = min(rest, 1)
+            left += [(room - on_host * width, full), (room - rest * width, partly), (room, hosts - full - partly)]
+            needed -= full * on_host + rest
+        if needed:
+            return False
+        free = [(room, hosts) for room, hosts in left if hosts]
+    return True
 
 
 def places(parts: Sequence[int], hardware: Hardware) -> list[tuple[range, int, int]] | None:
@@ -240,12 +266,14 @@ def places(parts: Sequence[int], hardware: Hardware) -> list[tuple[range, int, i
     order = sorted(range(len(parts)), key=lambda index: -parts[index])
     per_host = hardware.per_host if hardware.hosts > 1 else sum(parts)
     used, place_of = [0] * hardware.hosts, dict[int, tuple[range, int, int]]()
+    start, before = 0, 0
     for index in order:
         span, on_host = max(1, parts[index] // per_host), min(parts[index], per_host)
-        starts = range(hardware.hosts - span + 1)
+        starts = range(start if parts[index] == before else 0, hardware.hosts - span + 1)
         first = next((first for first in starts if max(used[first : first + span]) + on_host <= per_host), None)
         if first is None or on_host * span != parts[index]:
             return None
+        start, before = first, parts[index]
         place_of[index] = (range(first, first + span), used[first], parts[index])
         used[first : first + span] = [used[first] + on_host] * span
     return [place_of[index] for index in range(len(parts))]

@@ -13,7 +13,7 @@ from flagcore_serving.launch.server import Instance
 from flagcore_serving.space import placement
 from flagcore_serving.space.hardware import INSTANCES, PP, PREFILL_DECODE, TP, Hardware
 from flagcore_serving.space.placement import placements
-from flagcore_serving.space.roles import auto_roles, balanced_roles, parse_roles, roles
+from flagcore_serving.space.roles import Role, auto_roles, balanced_roles, fits, parse_roles, places, roles
 from flagcore_sglang.engine import ENGINE as SGLANG
 from flagcore_vllm.engine import ENGINE as VLLM
 
@@ -34,6 +34,24 @@ from tests.product.tasks import DENSE, VISION
 )
 def test_an_instance_is_on_the_first_host_with_room(values: dict[str, Any], places: list[tuple[range, int]]) -> None:
     assert [(each.hosts, each.first) for each in placements(serving("vllm", nodes=2), values)] == places
+
+
+def test_instances_fit_exactly_if_they_have_places() -> None:
+    random, answers = np.random.default_rng(1), list[bool]()
+    for _ in range(2000):
+        hosts, per_host = int(random.integers(1, 6)), int(random.choice([1, 2, 4, 6, 8]))
+        hardware = replace(Hardware.of(serving("vllm")), hosts=hosts, per_host=per_host, cards=hosts * per_host)
+        widths = random.choice([1, 2, 3, 4, 6, 8, 16], size=int(random.integers(1, 4)))
+        parts = tuple(Role(int(random.integers(1, 5)), tp=int(width)) for width in widths)
+        answers.append(places([each.devices for each in parts for _ in range(each.count)], hardware) is not None)
+        assert fits(parts, hardware) == answers[-1], (parts, hardware)
+    assert 500 < sum(answers) < 1500
+
+
+def test_a_million_instances_are_placed_at_once() -> None:
+    hardware = replace(Hardware.of(serving("vllm")), hosts=125_000, per_host=8, cards=1_000_000)
+    assert fits((Role(499_999, tp=2), Role(2)), hardware)
+    assert not fits((Role(499_999, tp=2), Role(3)), hardware)
 
 
 def test_cores_of_an_instance_come_from_one_host() -> None:
