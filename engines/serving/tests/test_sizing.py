@@ -167,7 +167,8 @@ def test_pods_are_instances(found: Sizing) -> None:
     [
         ({"serve.profile.request_rate": "auto"}, "--rate"),
         ({"serve": None}, "no section serve"),
-        ({"serve.slo": {}}, "serve.slo"),
+        ({"serve.slo": {}}, "--ttft-p99"),
+        ({"auto_tuner.baseline.context_len": "x"}, "auto_tuner.baseline.context_len"),
         ({"cluster": {"groups": [{"chip": "H20"}, {"chip": "A100"}]}}, "cluster.groups"),
         ({"cluster.nodes": "x"}, "cluster.nodes"),
         ({"cluster.devices_per_node": 0}, "cluster.devices_per_node"),
