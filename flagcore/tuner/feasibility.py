@@ -11,6 +11,7 @@ import numpy as np
 
 from flagcore.contracts import CollectiveCosts, Costs, Problem
 from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.metrics import HIGHEST_LOAD
 from flagcore.domain.plan import Plan, SearchTime, Speedup
 from flagcore.domain.prediction import MEMORY_ERROR
 from flagcore.domain.space import DOES_NOT_FIT, FloatArray, IntArray
@@ -71,16 +72,11 @@ def nothing_fits_text(problem: Problem, cheapest_change: Callable[[], str] | Non
 
 def only_baseline_text(problem: Problem) -> str:
     """Return a line about the smallest other candidate if only the baseline fits, or an empty string."""
-    if problem.pruned.open_rows.tolist() != [problem.space.find(problem.baseline)]:
-        return ""
     rows = np.flatnonzero(~problem.predictions.fits)
-    if not rows.size:
+    if not rows.size or problem.pruned.open_rows.tolist() != [problem.space.find(problem.baseline)]:
         return ""
-    return _(
-        "only the baseline fits in memory, and none of the {count:,} other candidates: {smallest}",
-        count=rows.size,
-        smallest=_smallest_text(problem, rows),
-    )
+    text = N_("only the baseline fits in memory, and none of the {count:,} other candidates: {smallest}")
+    return _(text, count=rows.size, smallest=_smallest_text(problem, rows))
 
 
 def may_fit(problem: Problem) -> bool:
@@ -137,11 +133,14 @@ def unmet_text(problem: Problem) -> str:
     excess = np.max([predictions.figures[name][rows] / limit for name, limit in limits.items()], axis=0)
     row = int(rows[np.argmin(np.nan_to_num(excess, nan=np.inf))])
     figures = {name: float(predictions.figures[name][row]) for name in limits}
+    fix = N_("use other hardware, or allow more time")
+    if HIGHEST_LOAD not in predictions.figures:
+        fix = N_("lower the load (request_rate: auto finds the highest one), use other hardware, or allow more time")
     return _(
-        "no candidate is predicted to meet the latency limits; the closest has {figures}: {candidate}; lower the load "
-        "(request_rate: auto finds the highest one), use other hardware, or allow more time",
+        "no candidate is predicted to meet the latency limits; the closest has {figures}: {candidate}; {fix}",
         figures=", ".join(f"{name} ~{figure:.3g} s of {limits[name]:g} s" for name, figure in figures.items()),
         candidate=str(problem.set_knobs(problem.space.candidate(row))) or _("engine defaults"),
+        fix=_(fix),
     )
 
 

@@ -170,12 +170,17 @@ def _explain(found: Sizing, run: Path | None) -> None:
         "nodes": best.nodes,
         "devices": best.devices_per_replica // best.nodes,
     }
-    words = ["flag", "tune", *options.job_words(**replica), *HIGHEST]
+    words = ["flag", "tune", *options.job_words(_settings(found.changes), **replica), *HIGHEST]
     options.say(_("Write the files that start it: {command}", command=_export(found, replica)))
     options.say(_("Confirm one replica by trials: {command}", command=shlex.join([*words, "--run-dir", REPLICA])))
     options.say(
         _("Then size by its measured rate: {command}", command=f"flag size --run {REPLICA} --rate {found.rate:g}")
     )
+
+
+def _settings(changes: Mapping[str, Any]) -> list[str]:
+    """Return the values of `--set` for changed keys of the spec."""
+    return [f"{key}={json.dumps(each)}" for key, each in changes.items()]
 
 
 def _export(found: Sizing, replica: Mapping[str, Any]) -> str:
@@ -190,7 +195,8 @@ def _export(found: Sizing, replica: Mapping[str, Any]) -> str:
     load = dict(found.best.load)
     rate = ["--rate", str(load.pop(RATE))]  # in place of a number of clients
     keys = [f"{key}={value}" for key, value in load.items()]
-    words = ["flag", "export", *options.job_words([*keys, f"auto_tuner.space={json.dumps(values)}"], **replica), *rate]
+    keys += _settings({**found.changes, "auto_tuner.space": values})
+    words = ["flag", "export", *options.job_words(keys, **replica), *rate]
     if "kubernetes" in export_targets(found.engine):
         copies = ["--replicas", str(found.best.replicas)] if found.best.replicas > 1 else []
         command = shlex.join([*words, "--to", "kubernetes", *copies])

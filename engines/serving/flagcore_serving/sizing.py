@@ -13,7 +13,7 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 
 from flagcore import Estimate, estimate
-from flagcore.api.inputs import LoadedSpec, SpecLike, changed_spec, open_spec, spec_data
+from flagcore.api.inputs import LoadedSpec, SpecLike, changed_spec, check_spec, open_spec, spec_data
 from flagcore.api.notes import LOG
 from flagcore.api.runs import read_result
-from flagcore.domain.knob import Knobs
 from flagcore.domain.metrics import HIGHEST_LOAD
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Spec
@@ -149,11 +148,24 @@ def _replica(spec: LoadedSpec, chip: str, price: float | None, nodes: int, per_n
     """Return the spec of a search for the highest rate of one replica. `chip`: empty means that of `spec`."""
     changes: dict[str, Any] = {RATE: "auto", "serve.profile.concurrency": None}
     changes |= {"cluster.nodes": nodes, "cluster.devices_per_node": per_node, "cluster.price_per_device_hour": price}
-    changes["auto_tuner.baseline"] = None  # a baseline is that of the whole cluster
+    changes |= without_baseline(spec)
     if isinstance(given := _number(spec), int) and given < SEARCHED:
         changes[NUMBER] = "auto"
     changes |= {"cluster.chip": chip} if chip else {}
     return changed_spec(spec, changes)
+
+
+def without_baseline(spec: LoadedSpec) -> dict[str, Any]:
+    """Return the changes without the baseline of a valid spec, whose layout is that of the whole cluster. What all
+    candidates keep of it becomes arguments of the engine."""
+    engine, tuner = engine_of(spec), _section(spec.data, "auto_tuner")
+    if tuner.get("baseline") is None:
+        return {}
+    program: Any = getattr(find_engine(engine), "program", None)
+    baseline, space = ({**each, **_section(each, engine)} for each in (tuner["baseline"], _section(tuner, "space")))
+    args = program.known_args(_section(spec.data["serve"], "engine_args"))
+    kept = program.kept(baseline, {*space, *program.divided(args, "", "serve.engine_args.").fixed})
+    return {"auto_tuner.baseline": None, **{f"serve.engine_args.{name}": value for name, value in kept.items()}}
 
 
 def _number(spec: LoadedSpec) -> object:
@@ -206,8 +218,7 @@ def _size(spec: LoadedSpec, rate: float, nodes: int, per_node: int, planned: Pla
         "candidate": best["candidate"],
         "load": load,
     }
-    text = _configuration(best["candidate"], plan.baseline["candidate"], plan.knobs)
-    yield _of_figures(spec, rate, best, low, **replica, configuration=text)
+    yield _of_figures(spec, rate, best, low, **replica, configuration=values_text(best["candidate"], plan.knobs))
 
 
 def measured_size(spec: LoadedSpec, rate: float, folder: Path) -> Size:
@@ -227,8 +238,7 @@ def measured_size(spec: LoadedSpec, rate: float, folder: Path) -> Size:
     figures = {**same[0], HIGHEST_LOAD: statistics.median(rates)}
     replica = {"chip": result["chip"], "nodes": nodes, "devices_per_replica": devices, "candidate": best["candidate"]}
     replica["load"] = {RATE: "auto"}
-    text = _configuration(best["candidate"], result["baseline"]["candidate"], knobs)
-    return _of_figures(spec, rate, figures, min(rates), **replica, configuration=text)
+    return _of_figures(spec, rate, figures, min(rates), **replica, configuration=values_text(best["candidate"], knobs))
 
 
 def _of_figures(spec: LoadedSpec, rate: float, figures: Mapping[str, Any], low: float, **replica: Any) -> Size:
@@ -254,11 +264,6 @@ def _of_figures(spec: LoadedSpec, rate: float, figures: Mapping[str, Any], low: 
         cost_per_hour=cost,
         cost_per_million_tokens=cost / HOUR / (rate * output) * 1e6 if cost is not None and output else None,
     )
-
-
-def _configuration(candidate: Mapping[str, KnobValue], baseline: Mapping[str, KnobValue], knobs: Knobs) -> str:
-    shown = {name: value for name, value in candidate.items() if value != baseline.get(name) or knobs[name].layout}
-    return values_text({name: value for name, value in shown.items() if value not in (None, 1)}, knobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +299,7 @@ class Sizing:
     - `assumed`: the requests and the limits for which the sizes are predicted, in words.
     - `name`: that of the Deployment that `flag export` writes for the spec or run.
     - `has_image`: whether a published container image has the engine for the chip of the best size.
+    - `changes`: the keys of the spec that replicas change, with values, besides their devices and load.
     """
 
     rate: float
@@ -305,6 +311,7 @@ class Sizing:
     assumed: str = ""
     name: str = ""
     has_image: bool = True
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def best(self) -> Size:
@@ -344,6 +351,9 @@ def sizing(
         raise UsageError(
             _("--rate {rate:g}: give at most {most:g} requests per second", rate=rate, most=MAX_TOTAL_RATE)
         )
+    if not serve.get("slo"):
+        raise UsageError(_("flag size needs latency limits: give --ttft-p99 or --slo, or set serve.slo"))
+    check_spec(spec, without)
     estimated = partial(estimate, top=LISTED, distinct=True, without=without, change=_for_best)
     loaded, said = LoadedSpec(file, data), set[str]()
 
@@ -370,6 +380,7 @@ def sizing(
         assumed=_assumed(opened.spec.work),
         name=job_name(run.name if run else file.stem),
         has_image=bool(opened.problem.engine.image(opened.problem.platform)),
+        changes=without_baseline(loaded),
     )
 
 

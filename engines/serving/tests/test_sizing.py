@@ -22,7 +22,7 @@ from flagcore.api.inputs import LoadedSpec, changed_spec
 from flagcore.domain.metrics import LATENCIES
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate
-from flagcore.errors import SpecError, UsageError
+from flagcore.errors import NothingFits, SpecError, UsageError
 
 SHAPE = {"num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 8192, "num_attention_heads": 16, "vocab_size": 32000}
 SPEC = {
@@ -167,7 +167,8 @@ def test_pods_are_instances(found: Sizing) -> None:
     [
         ({"serve.profile.request_rate": "auto"}, "--rate"),
         ({"serve": None}, "no section serve"),
-        ({"serve.slo": {}}, "serve.slo"),
+        ({"serve.slo": {}}, "--ttft-p99"),
+        ({"auto_tuner.baseline.context_len": "x"}, "auto_tuner.baseline.context_len"),
         ({"cluster": {"groups": [{"chip": "H20"}, {"chip": "A100"}]}}, "cluster.groups"),
         ({"cluster.nodes": "x"}, "cluster.nodes"),
         ({"cluster.devices_per_node": 0}, "cluster.devices_per_node"),
@@ -178,6 +179,13 @@ def test_pods_are_instances(found: Sizing) -> None:
 def test_what_cannot_be_sized_is_refused(changes: dict[str, Any], key: str) -> None:
     with pytest.raises((SpecError, UsageError), match=key):
         sizing(changed_spec(LOADED, changes), None, None, {})
+
+
+@pytest.mark.slow
+def test_a_search_for_the_highest_load_does_not_advise_a_lower_one() -> None:
+    with pytest.raises(NothingFits, match="the closest has") as error:
+        sizing(changed_spec(LOADED, {"serve.slo": {"ttft_s": {"p99": 1e-4}}}), 1.0, None, {})
+    assert "lower the load" not in str(error.value)
 
 
 @pytest.mark.slow

@@ -48,13 +48,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.costly
-def test_the_command_that_a_size_prints_exports_its_servers(flag: Flag) -> None:
-    words = ("--model", "model", "--engine", "vllm", "--chip", "H100-SXM", "--devices", "1", "--ttft-p99", "5s")
-    printed = flag("size", *words, "--rate", "5").err.partition("flag export ")[2].splitlines()[0]
-    assert [each for each in shlex.split(printed) if "devices" in each] == ["--devices"]
-    flag("export", *shlex.split(printed), "-o", "out").worked()
+def test_the_commands_that_a_size_prints_start_with_what_all_candidates_keep_of_the_baseline(flag: Flag) -> None:
+    baseline = {"tensor_model_parallel_size": 2, "context_len": 2048}
+    words = ["--model", "model", "--engine", "vllm", "--chip", "H100-SXM", "--devices", "1", "--ttft-p99", "5s"]
+    words += ["--set", f"auto_tuner.baseline={json.dumps(baseline)}"]
+    found = flag("size", *words, "--rate", "5")
+    assert "context_len 2048" in found.out
+    exported, tuned = (
+        shlex.split(found.err.partition(each)[2].splitlines()[0]) for each in ("flag export ", "flag tune ")
+    )
+    assert [each for each in exported if "devices" in each] == ["--devices"]
+    flag("export", *exported, "-o", "out").worked()
     (file,) = Path("out").iterdir()
     assert "Deployment" in {each["kind"] for each in yaml.safe_load_all(file.read_text())}
+    assert "--max-model-len 2048" in file.read_text()
+    flag("tune", *tuned, "--fidelity", "estimate").worked()
+    run = json.loads(Path("runs/replica/result.json").read_text())
+    assert run["best"]["candidate"]["context_len"] == 2048
 
 
 @pytest.mark.parametrize(

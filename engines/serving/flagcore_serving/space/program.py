@@ -218,20 +218,19 @@ class Program:
             return ()
 
     def split(self, spec: Spec) -> EngineArgs:
-        """Parse `engine_args` as `parse` does, without checking the other flags.
-
-        A key is the name or a flag of a knob. A knob that the baseline sets and the space does not list is fixed, too,
-        unless it is a layout or a limit of the batch.
-        """
+        """Parse `engine_args` and `kept` as `parse` does, without checking the other flags. A key is the name or a flag
+        of a knob."""
         version = self.version(spec) if spec.serve.engine_args else ""
-        kept = {
-            knob.name: knob.parse(value, f"auto_tuner.baseline.{knob.name}")
-            for knob in (self.knobs if spec.baseline else ())
-            if not (knob.layout or {*knob.names} & {*knobs.DEFAULT_SPACE, *spec.space})
-            if (value := knob.value_in(spec.baseline or {})) is not None
-        }
+        kept = self.kept(spec.baseline, spec.space) if spec.baseline else {}
+        kept = {name: self.by_knob[name].parse(each, f"auto_tuner.baseline.{name}") for name, each in kept.items()}
         args = self.divided(self.known_args(spec.serve.engine_args), version, "serve.engine_args.")
         return EngineArgs(kept | args.fixed, args.others)
+
+    def kept(self, baseline: Mapping[str, Any], space: Iterable[str]) -> dict[str, Any]:
+        """Return the values that all candidates keep: not layouts, limits of the batch, and knobs in the space."""
+        searched = {*knobs.DEFAULT_SPACE, *space}
+        others = [each for each in self.knobs if not each.layout and searched.isdisjoint(each.names)]
+        return {each.name: value for each in others if (value := each.value_in(baseline)) is not None}
 
     def divided(self, args: Mapping[str, EngineArg], version: str, prefix: str) -> EngineArgs:
         """Divide flags into knobs and others. `prefix` starts the keys of errors. Raises SpecError."""
