@@ -252,6 +252,8 @@ def test_unknown_inputs_give_a_break_even(without: str, words: str) -> None:
     job = {**KNOWN, "device_mtbf": "400h", "storage_bytes_per_second": 1e9, "spare_nodes": 1, "repair_time": "1h"}
     records, notes, _knobs = goodput(spec({key: job[key] for key in job if key != without}), 1)
     assert [note for note in notes if words in note]
+    if without == "storage_bytes_per_second":
+        assert "--save-interval N" in records[0]["ways"]["parallel"]["settings"]
     assert records[0]["ways"]["parallel"]["goodput"] is None or without not in (
         "device_mtbf",
         "storage_bytes_per_second",
