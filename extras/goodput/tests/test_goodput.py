@@ -298,6 +298,7 @@ def test_a_model_needs_no_spec(tmp_path: Path) -> None:
     ran = CliRunner().invoke(goodput_command, [*words, "--top", "1", "--json", "-o", str(chosen)])
     assert ran.exit_code == 0, ran.output
     (record,) = json.loads(ran.stdout)
+    assert f"add {record['ways'][record['way']]['settings']} to the program" in ran.stderr
     found = read_spec(chosen)
     assert found.cluster.nodes == 16
     assert found.space["pipeline_model_parallel_size"] == (record["candidate"]["pipeline_model_parallel_size"],)
