@@ -233,7 +233,7 @@ def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
 
 def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
     """Return the candidate of the engine's own defaults with its prediction, or None if it is the baseline."""
-    values = problem.baseline.as_dict() | problem.engine.plans.defaults(problem.task.for_engine())
+    values = {**problem.baseline.as_dict(), **problem.engine.plans.defaults(problem.task.for_engine())}
     if values == problem.baseline.as_dict():
         return None
     columns = candidate_columns(problem.platform, values)
