@@ -127,6 +127,7 @@ class Estimate(Notebook):
     - `notes`: the plugins' notes on engine and chip.
     - `unmodelled`: the names of settings that change the cost and are not predicted.
     - `defaults`: the candidate with the engine's own defaults, if it is not the baseline.
+    - `behind`: how much longer the recommended candidate takes than the fastest, as a share; NaN without times.
     - `gain`: the predicted gain of the recommended candidate over the baseline, as in a run. None if unknown.
     - `limits`: the latency limits in seconds, by statistic.
     - `expected_s`: the time of a step that the recommended candidate is expected to take, and an 80% interval.
@@ -151,6 +152,7 @@ class Estimate(Notebook):
     model: tuple[Mapping[str, Any], ...]
     objective: str = ""
     defaults: Mapping[str, Any] | None = None
+    behind: float = 0.0
     gain: float | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
     expected_s: tuple[float, float, float] | None = None
@@ -300,20 +302,19 @@ def _candidates_table(estimate: Estimate) -> str:
 
 def _recommended_text(estimate: Estimate) -> str:
     """Return why the marked candidate is recommended."""
-    pair = (estimate.recommended, estimate.candidates[0])
-    times = [each["step_time_s"]["value"] for each in pair if "step_time_s" in each]
-    nearest = nearest_limit(flat_statistics(pair[0]), estimate.limits)
+    best = estimate.recommended
+    nearest = nearest_limit(flat_statistics(best), estimate.limits)
     limit = "; " + _("nearest limit: {limit}", limit=nearest[0]) if nearest else ""
-    if not times or times[0] <= times[1]:
+    if not estimate.behind > 0.0:
         if any("last" in each for each in estimate.candidates):
             return _("* recommended: the fastest of those not listed last") + limit
-        text = N_("* recommended: the fastest") if times else N_("* recommended: the one with the least memory")
-        return _(text) + limit
+        is_timed, least = "step_time_s" in best, N_("* recommended: the one with the least memory")
+        return (_("* recommended: the fastest") if is_timed else _(least)) + limit
     text = N_(
         "* recommended: {behind} slower than the fastest, which is less than predictions can tell, and its layout is "
         "simpler, more usual or that of a published run"
     )
-    return _(text, behind=f"{times[0] / times[1] - 1.0:.2%}") + limit
+    return _(text, behind=f"{estimate.behind:.2%}") + limit
 
 
 def probed_text(number: int | None, probed: Mapping[str, Any], knobs: Knobs) -> str:

@@ -193,9 +193,8 @@ def describe(schema: Schema, root: Schema) -> str:
     for part in parts:
         if part.get("type") == "array":
             items = [word for item in _alternatives(part["items"], root) for word in _words_of(item)]
-            is_same = set(items) <= set(words)
             list_text = _("a non-empty list, each item {values}", values=_join_with_or(items))
-            words.append(_("a non-empty list of these") if is_same else list_text)
+            words.append(_("a non-empty list of these") if set(items) <= set(words) else list_text)
     return _join_with_or(words)
 
 
@@ -375,7 +374,7 @@ def _hint_of_number(value: object, options: list[Schema]) -> str:
     if isinstance(value, float) and value.is_integer() and any(low <= value <= high for low, high in limits):
         return _("write {value}", value=int(value))
     accepts_text = any("maxLength" in option and "examples" not in option for option in options)
-    return _("quote it") if accepts_text and isinstance(value, (bool, int, float)) else ""
+    return _("quote it") if accepts_text and isinstance(value, (bool, int, float)) else _hint_of_unit(value, options)
 
 
 YES, NO = ("true", "yes", "on"), ("false", "no", "off")
@@ -387,15 +386,16 @@ def _hint_of_text(value: str, options: list[Schema]) -> str:
         return _("write {value} without quotes", value=value)
     if low in (*YES, *NO) and "boolean" in types:
         return _("write {value} without quotes", value=YES[0] if low in YES else NO[0])
-    if hint := _hint_of_unit(value, [unit for option in options for unit in option.get("units", ())]):
+    if hint := _hint_of_unit(value, options):
         return hint
     words = [word for option in options for word in option.get("enum", [option.get("const")]) if word]
     close = closest(value[:64].lower(), words)
     return _(DID_YOU_MEAN, name=close) if close else ""
 
 
-def _hint_of_unit(value: str, units: list[str]) -> str:
-    amount = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z/]+)", value)
+def _hint_of_unit(value: object, options: list[Schema]) -> str:
+    units = [unit for option in options for unit in option.get("units", ())]
+    amount = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z/]*)", str(value))
     if not units or amount is None:
         return ""
     close = [unit for unit in units if unit.lower() == amount[2].lower()]

@@ -281,18 +281,18 @@ def _given_baseline(platform: Platform, baseline: Mapping[str, KnobValue], legal
     task, engine = platform.task, platform.engine
     columns, broken = check(candidate_columns(platform, baseline), legal.rules, legal.merges)
     if broken:
-        problem = f"is not legal: {'; '.join(rule.message for rule in broken)}"
         names = {rule.name for rule in broken}
         for each in platform.value_rules:
             if isinstance(each, RefusedValues) and each.knob == "precision" and each.name in names:
                 fix = "set it to the format of your weights, or use other weights or another chip"
-                shared = f"{engine.kind}.precision"
-                problem = f"is not possible: {each.reason}"
-                raise SpecError(key=shared, value=task.spec.work.precision, problem=problem, fix=fix)
-        names = {name for rule in broken for name in rule.knobs} & baseline.keys()
-        value: object = baseline[next(iter(names))] if len(names) == 1 else dict(baseline)
-        key = f".{next(iter(names))}" if len(names) == 1 else ""
-        raise SpecError(key=f"auto_tuner.baseline{key}", value=value, problem=problem)
+                why = f"is not possible: {each.reason}"
+                raise SpecError(key=f"{engine.kind}.precision", value=task.spec.work.precision, problem=why, fix=fix)
+        names = {name for rule in broken for name in rule.knobs}
+        given = {name: value for name, value in baseline.items() if name in names}
+        values = ", ".join(f"{name} = {value}" for name, value in given.items())
+        problem = f"{values and f'with {values} '}is not legal: {'; '.join(rule.message for rule in broken)}"
+        fix = f"remove auto_tuner.baseline, or set its {', '.join(given or sorted(names))} to match"
+        raise SpecError(key="auto_tuner.baseline", problem=problem, fix=fix)
     return as_candidate(legal.axes, columns)
 
 

@@ -45,7 +45,8 @@ class MegatronPlans(Plans):
         return knobs.in_space(values, model)
 
     def only(self, spec: Spec) -> bool:
-        return kept_framework(spec) is not None
+        has_no_program = spec.train.command is None and knobs.names_several_chips(spec)
+        return has_no_program or kept_framework(spec) is not None
 
     def runs_as(self, spec: Spec) -> str:
         return production.runs_as(spec)

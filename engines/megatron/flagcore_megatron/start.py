@@ -18,18 +18,18 @@ from flagcore.domain.knob import in_versions
 from flagcore.domain.launch import Launch
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task, TrainSpec
-from flagcore.errors import LaunchError, NoDevice, SpecError, join_errors
+from flagcore.errors import NoDevice, SpecError, join_errors
 from flagcore.i18n import N_, _
 from flagcore_megatron.command.checks import check_command, release_problems
 from flagcore_megatron.command.framework import framework_launch
 from flagcore_megatron.command.launch import own_launch, reference_launch
 from flagcore_megatron.layers.fastest import layouts, virtual_stages
 from flagcore_megatron.mixed import hetero
-from flagcore_megatron.mixed.equal_meshes import data_problem, hosts_of, on_groups, shares
+from flagcore_megatron.mixed.equal_meshes import data_split_refused, hosts_of, on_groups, shares
 from flagcore_megatron.predict import inputs
 from flagcore_megatron.program.user_command import DISTRIBUTION
 from flagcore_megatron.space import production
-from flagcore_megatron.space.knobs import BY_NAME, plain_values, program_runs_meshes
+from flagcore_megatron.space.knobs import BY_NAME, names_several_chips, plain_values, program_runs_meshes
 from flagcore_megatron.space.knobs import columns as row_of
 from flagcore_megatron.space.meshes import DP, MESHES, PP, by_kinds
 from flagcore_megatron.space.options import DEFAULTS, is_hybrid, runs, schedule, settings_in_force, takes_layouts
@@ -126,7 +126,7 @@ def _check_groups(spec: Spec) -> None:
         fix = "list the hosts in cluster.hostfile, and set the launcher"
     elif len({group.devices_per_node for group in groups}) > 1:
         problem, fix = "have other numbers of devices per node", "start trials on as many devices of each host"
-    elif len(set(chips)) > 1:
+    elif names_several_chips(spec):
         problem, fix = "are several chips: trials start the same software on all hosts", "name groups of one chip"
     if problem:
         fix += "; to run trials otherwise, set a train.command that starts on all groups; `flag estimate` predicts"
@@ -149,7 +149,7 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
     """
     train, values = platform.task.spec.train, with_layout(platform, candidate)
     if (for_real or train.command is not None) and shares(platform.task, candidate):
-        raise LaunchError(f"{MESHES} = {candidate.as_dict()[MESHES]} {data_problem()}")
+        raise data_split_refused(candidate.as_dict()[MESHES])
     if for_real and kept_framework(platform.task.spec):
         return framework_launch(platform.task.spec, values, folder)
     if train.command is not None:

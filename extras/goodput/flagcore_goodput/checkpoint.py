@@ -48,8 +48,10 @@ def checkpoints(problem: Problem, rows: IntArray) -> Checkpoint:
     task, engine, columns = problem.task, problem.engine, problem.space.columns(rows)
     train, form = task.spec.train, FORMATS.get(engine.name)
     if form is None or len(task.cluster.groups) > 1:
-        what = "several kinds of chips" if form else f"the engine {engine.name}"
-        raise UsageError(f"checkpoints of jobs on {what} are not known; use one of {', '.join(FORMATS)}")
+        what, fix = f"the engine {engine.name}", f"use one of {', '.join(FORMATS)}"
+        if form:
+            what, fix = "several node groups", "give one kind of chip, without cluster.groups"
+        raise UsageError(f"checkpoints of jobs on {what} are not known; {fix}")
     stages = columns.get("pipeline_model_parallel_size", np.ones(rows.shape, dtype=np.int64))
     knob, least = form.get("sharded", ("", 0))
     level = columns.get(knob, np.ones(rows.shape, dtype=np.int64))

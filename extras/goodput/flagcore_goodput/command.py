@@ -68,7 +68,11 @@ def goodput_command(
     if output is not None:
         from flagcore.report.formats import as_yaml
 
-        options.write_file(output, as_yaml(chosen_spec(source, records[0], settings)) + "\n")
+        chosen, flags = chosen_spec(source, records[0], settings), records[0]["ways"][records[0]["way"]]["settings"]
+        options.write_file(output, as_yaml(chosen) + "\n")
+        if not (chosen["train"].get("command") and flags.startswith("--")):
+            text = N_("flag: {file} does not have the settings of its saves: add {flags} to the program")
+            options.say(_(text, file=output, flags=flags))
 
 
 def _source(where: Path | None, model: str | None, engine: str | None, chip: str | None) -> SpecLike:

@@ -75,10 +75,8 @@ class WholeJob:
         unknown = np.full(step_s.shape, np.nan)
         young_s = young_interval(hold_s, mtbf_s) if mtbf_s else unknown
         daly_s = best_interval(hold_s, mtbf_s) if mtbf_s else unknown
-        wanted_s = np.fmax(daly_s, write_s) if is_background else daly_s
-        steps = (
-            np.maximum(np.rint(wanted_s / step_s), 1.0) if job.save_interval is None else 0 * step_s + job.save_interval
-        )
+        best = np.fmax(np.rint(daly_s / step_s), np.ceil(write_s / step_s) if is_background else unknown)
+        steps = np.maximum(best, 1.0) if job.save_interval is None else 0 * step_s + job.save_interval
         from_storage = 1.0 - (job.process_failures or 0.0) * way.get("memory", False)
         late_s = np.nan_to_num(size.total / storage + write_s * is_background) * from_storage
         share = share_of_work(steps * step_s, hold_s, mtbf_s, (job.restart_time or 0.0) + late_s)

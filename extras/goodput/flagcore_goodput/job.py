@@ -1,13 +1,14 @@
 """The section `job` of a spec: how long a job runs, what interrupts it, and how fast it saves."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 from pydantic import Field, ValidationInfo, model_validator
 
-from flagcore.domain.units import SECONDS, Fraction, InUnits, NoDevices, Rate, Seconds, Size
+from flagcore.domain.units import SECONDS, Fraction, InUnits, NoDevices, Rate, Size
 from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import package_yaml, spec_error
 from flagcore.spec.validate import Context, Section, checked, rule
@@ -20,6 +21,23 @@ DAY = 86_400.0
 Way = Literal["sync", "parallel", "async", "memory"]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Time(InUnits):
+    """Marks a time that a spec gives as a string with one of `units`: publications give hours, minutes or seconds."""
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        text: dict[str, Any] = InUnits.__get_pydantic_json_schema__(self, schema, handler)["anyOf"][-1]
+        return text
+
+    def _number_of(self, value: object) -> object:
+        if (number := InUnits._number_of(self, value)) is value:
+            raise ValueError("has no unit")
+        return number
+
+
+Duration = Annotated[float, Interval(gt=0, le=100_000_000), Time(SECONDS, "10min")]
+
+
 class Job(Section):
     """The whole job, for `flag goodput`. Times are in seconds, rates in bytes per second; null is unknown."""
 
@@ -29,16 +47,16 @@ class Job(Section):
     """Days that the job may take, instead of tokens."""
     device_mtbf: (
         Literal["llama3-405b", "rsc-1", "rsc-2", "bloom", "opt-175b"]
-        | Annotated[float, Interval(gt=0, le=10**12), InUnits(SECONDS, "50000h")]
+        | Annotated[float, Interval(gt=0, le=10**12), Time(SECONDS, "50000h")]
         | None
     ) = None
     """Mean time between failures of one device that end the job, or the name of a published rate; null: unknown."""
-    restart_time: Seconds | None = None
+    restart_time: Duration | None = None
     """Time from a failure until training goes on, without reading the checkpoint: until it is noticed, and the start of
     the job; null: unknown, or in a run, the start of its trials."""
     spare_nodes: NoDevices | None = None
     """Nodes that replace nodes that fail; null: cluster.spares."""
-    repair_time: Seconds | None = None
+    repair_time: Duration | None = None
     """Time until a node that failed can be used again; null: nodes are replaced at once."""
     process_failures: Fraction | None = None
     """Share of failures after which the node has its memory, from which saves to memory restart; null: unknown."""

@@ -22,7 +22,7 @@ def best_interval(hold_s: FloatArray, mtbf_s: float) -> FloatArray:
     """Return Daly's interval of work between two saves in seconds (equation 37)."""
     root = np.sqrt(hold_s / (2.0 * mtbf_s))
     interval = 2.0 * mtbf_s * root * (1.0 + root / 3.0 + root**2 / 9.0) - hold_s
-    return np.where(root < 1.0, interval, mtbf_s)
+    return np.where(root >= 1.0, mtbf_s, interval)  # unknown stays unknown
 
 
 def share_of_work(

@@ -23,7 +23,12 @@ MODEL = {**SIZES, "num_query_groups": 8, "vocab_size": 128256}
 """The shape of Llama 3.1 8B."""
 WEIGHTS = 8_030_261_248
 SPACE = {"tensor_model_parallel_size": [1, 2], "pipeline_model_parallel_size": [1, 2], "micro_batch_size": [1, 2]}
-KNOWN = {"device_mtbf": "rsc-1", "restart_time": 600.0, "storage_bytes_per_second": 20e9, "rank_bytes_per_second": 1e9}
+KNOWN = {
+    "device_mtbf": "rsc-1",
+    "restart_time": "10min",
+    "storage_bytes_per_second": 20e9,
+    "rank_bytes_per_second": 1e9,
+}
 
 
 def spec(job: Mapping[str, Any] | None = KNOWN, **changes: Any) -> dict[str, Any]:
@@ -53,7 +58,9 @@ def spec(job: Mapping[str, Any] | None = KNOWN, **changes: Any) -> dict[str, Any
         ({"days": 0}, "job.days"),
         ({"days": "3d"}, "job.days"),
         ({"device_mtbf": "llama-3"}, "job.device_mtbf"),
-        ({"device_mtbf": 0}, "job.device_mtbf"),
+        ({"device_mtbf": "0h"}, "job.device_mtbf"),
+        ({"device_mtbf": 50677}, "job.device_mtbf"),
+        ({"restart_time": 600.0}, "job.restart_time"),
         ({"device_mtbf": "50000 hours"}, "job.device_mtbf"),
         ({"restart_time": "soon"}, "job.restart_time"),
         ({"restart_time": [600]}, "job.restart_time"),
@@ -191,11 +198,11 @@ def first(job: Mapping[str, Any] | None = KNOWN, **changes: Any) -> dict[str, An
 
 
 def test_the_winner_changes_when_failures_do() -> None:
-    slow = {"restart_time": 60.0, "storage_bytes_per_second": 1e11, "rank_bytes_per_second": 5e7, "saves": ["sync"]}
-    rare, frequent = (first({**slow, "device_mtbf": hours * HOUR}) for hours in (1e7, 1e3))
+    slow = {"restart_time": "60s", "storage_bytes_per_second": 1e11, "rank_bytes_per_second": 5e7, "saves": ["sync"]}
+    rare, frequent = (first({**slow, "device_mtbf": f"{hours:.0f}h"}) for hours in (1e7, 1e3))
     assert rare["number"] == 1 < frequent["number"]
     assert frequent["ways"]["sync"]["rank_bytes"] < rare["ways"]["sync"]["rank_bytes"]
-    held = goodput(spec({**slow, "device_mtbf": 1e3 * HOUR}), 100)[0]
+    held = goodput(spec({**slow, "device_mtbf": "1000h"}), 100)[0]
     assert [each["ways"]["sync"]["tokens_per_day"] for each in held] == sorted(
         (each["ways"]["sync"]["tokens_per_day"] for each in held), reverse=True
     )
@@ -219,6 +226,16 @@ def test_figures_of_the_ways_to_save() -> None:
     given = first({**KNOWN, "days": 2, "save_interval": 50, "saves": ["parallel"]})["ways"]["parallel"]
     assert (given["steps"], given["tokens"]) == (50, pytest.approx(2 * given["tokens_per_day"]))
     assert "--save-interval 50" in given["settings"]
+    often = {"device_mtbf": "50000s", "restart_time": "10s", "saves": ["async"]}
+    for rate in (16e9, 18e9, 20e9, 22e9):
+        way = first({**often, "storage_bytes_per_second": rate})["ways"]["async"]
+        assert way["interval_s"] >= way["write_s"]
+
+
+def test_several_node_groups_are_refused_with_a_fix() -> None:
+    groups = [{"chip": chip, "nodes": 4, "devices_per_node": 8} for chip in ("H100-SXM", "H200")]
+    with pytest.raises(UsageError, match="several node groups are not known; give one kind of chip"):
+        goodput(spec(cluster={"groups": groups}, auto_tuner={}), 1)
 
 
 @pytest.mark.parametrize(
@@ -232,9 +249,11 @@ def test_figures_of_the_ways_to_save() -> None:
     ],
 )
 def test_unknown_inputs_give_a_break_even(without: str, words: str) -> None:
-    job = {**KNOWN, "device_mtbf": 400 * HOUR, "storage_bytes_per_second": 1e9, "spare_nodes": 1, "repair_time": 3600.0}
+    job = {**KNOWN, "device_mtbf": "400h", "storage_bytes_per_second": 1e9, "spare_nodes": 1, "repair_time": "1h"}
     records, notes, _knobs = goodput(spec({key: job[key] for key in job if key != without}), 1)
     assert [note for note in notes if words in note]
+    if without == "storage_bytes_per_second":
+        assert "--save-interval N" in records[0]["ways"]["parallel"]["settings"]
     assert records[0]["ways"]["parallel"]["goodput"] is None or without not in (
         "device_mtbf",
         "storage_bytes_per_second",
@@ -244,7 +263,7 @@ def test_unknown_inputs_give_a_break_even(without: str, words: str) -> None:
 
 def test_a_job_that_fails_before_each_step_makes_no_progress() -> None:
     with pytest.raises(NothingFits, match="no progress"):
-        goodput(spec({**KNOWN, "device_mtbf": 1.0}))
+        goodput(spec({**KNOWN, "device_mtbf": "1s"}))
 
 
 def test_an_estimate_has_the_days_of_the_tokens_and_goodput_no_less() -> None:
@@ -279,6 +298,7 @@ def test_a_model_needs_no_spec(tmp_path: Path) -> None:
     ran = CliRunner().invoke(goodput_command, [*words, "--top", "1", "--json", "-o", str(chosen)])
     assert ran.exit_code == 0, ran.output
     (record,) = json.loads(ran.stdout)
+    assert f"add {record['ways'][record['way']]['settings']} to the program" in ran.stderr
     found = read_spec(chosen)
     assert found.cluster.nodes == 16
     assert found.space["pipeline_model_parallel_size"] == (record["candidate"]["pipeline_model_parallel_size"],)

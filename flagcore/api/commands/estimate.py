@@ -88,6 +88,7 @@ def estimate(
     expected_s, expected = expected_seconds(problem, planned_s, loaded)
     untimed = int(np.isnan(problem.predictions.step_time_s[order]).sum())
     candidates = _candidates(problem, order, top, place, distinct=distinct)
+    about = about_sections(spec, task.spec.work.step_tokens, expected_s or (planned_s,))
     if expected_s:
         best = next(each for each in candidates["candidates"] if each["recommended"])
         best["expected_s"] = dict(zip(("value", "low", "high"), expected_s, strict=True))
@@ -96,13 +97,12 @@ def estimate(
         devices=task.cluster.devices,
         counts=count(problem.space, problem.pruned, SearchState()),
         **candidates,
+        behind=planned_s / float(problem.predictions.step_time_s[order[0]]) - 1.0,
         gain=planned_gain(problem, row),
         limits=task.spec.work.slo,
         defaults=_engine_defaults(problem),
         expected_s=expected_s,
-        expected=" ".join(
-            filter(None, [expected, *about_sections(spec, task.spec.work.step_tokens, expected_s or (planned_s,))])
-        ),
+        expected=" ".join(filter(None, [expected, *about])),
         unmet=caveat_text(problem),
         objective=task.spec.objective,
         model=tuple(model_table(problem.engine.plans.model(task))),
@@ -233,8 +233,7 @@ def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
 
 def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
     """Return the candidate of the engine's own defaults with its prediction, or None if it is the baseline."""
-    engine, values = problem.engine, problem.baseline.as_dict()
-    values |= engine.plans.defaults(problem.task.for_engine())
+    values = {**problem.baseline.as_dict(), **problem.engine.plans.defaults(problem.task.for_engine())}
     if values == problem.baseline.as_dict():
         return None
     columns = candidate_columns(problem.platform, values)

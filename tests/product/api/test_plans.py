@@ -417,6 +417,18 @@ def test_every_screen_of_a_plan_has_the_same_figures(work: dict[str, Any]) -> No
     assert not plan.expected or plan.expected in explained.because
 
 
+def test_a_slower_candidate_is_not_called_the_fastest_where_only_it_is_listed() -> None:
+    work = {"engine": "megatron", "seq_length": 8192, "global_batch_size": 128, "precision": "bf16"}
+    cluster = {"chip": "H100-SXM", "nodes": 2, "devices_per_node": 8}
+    data = {"model": "meta-llama/Meta-Llama-3.1-8B", "cluster": cluster, "train": work}
+    one, two = (api.estimate(data, top=top) for top in (1, 2))
+    first, second = (each["step_time_s"]["value"] for each in two.candidates)
+    assert one.behind == two.behind == pytest.approx(second / first - 1.0)
+    assert one.behind > 0.0
+    texts = [[text for text, _ in estimate_texts(each) if "* recommended:" in text] for each in (one, two)]
+    assert texts[0] == texts[1]
+
+
 def test_the_fastest_is_recommended_also_if_it_is_the_baseline_beside_the_space_of_the_engine() -> None:
     profile = {"input_len": 256, "output_len": 64, "concurrency": 8}
     cluster = {"chip": "H100-SXM", "devices_per_node": 1}

@@ -143,7 +143,11 @@ def test_a_file_that_is_not_a_spec(flag: Flag, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tuner", "code", "words"),  # tests/spec has other errors of code 2
     [
-        ({"baseline": {"tensor_model_parallel_size": 3, "data_parallel_size": 3}}, 2, ("attention_heads", "devices")),
+        (
+            {"baseline": {"tensor_model_parallel_size": 3, "data_parallel_size": 3}},
+            2,
+            ("attention_heads", "devices", "tensor_model_parallel_size = 3", "remove auto_tuner.baseline, or set its"),
+        ),
         ({"space": {"meshes": ["cpu dp2"]}}, 2, ("auto_tuner.space.meshes",)),
         ({"space": {"tensor_model_parallel_size": 3}}, 3, ("no legal candidate", "attention_heads")),
     ],

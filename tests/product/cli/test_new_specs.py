@@ -313,11 +313,12 @@ def test_a_mixed_plan_has_the_layers_of_all_vendors_or_names_those_of_each(
     def groups(*chips: str) -> list[dict[str, Any]]:
         return [{"chip": chip, "nodes": 1, "devices_per_node": 2, "nic_bytes_per_second": 1e10} for chip in chips]
 
-    found = mixing(*groups("H100-SXM", "C550"))
-    assert [(each.split, each.last) for each in (found.mixed, *found.others)] == [
-        ("layer split", ""),
-        ("data split", "no program starts it"),
-    ]
+    for chips in (("A100-80GB", "H200"), ("H100-SXM", "C550")):
+        found = mixing(*groups(*chips))
+        assert [(each.split, each.last) for each in (found.mixed, *found.others)] == [
+            ("layer split", ""),
+            ("data split", "no program starts it"),
+        ]
     assert "layer split*" in mixing_text(found, {}, found.mixed.candidate)
     assert {each.implementation for each in (*found.alone, found.mixed)} == {"transformer_engine"}
     found = mixing(*groups("H100-SXM", "cpu"))

@@ -7,7 +7,7 @@ from typing import Any
 
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import AUTO, Task
-from flagcore.errors import SpecError
+from flagcore.errors import LaunchError, SpecError
 from flagcore_megatron.space.knobs import BY_NAME, plain_values, program_runs_meshes
 from flagcore_megatron.space.knobs import columns as row_of
 from flagcore_megatron.space.meshes import (
@@ -56,8 +56,14 @@ def require_runnable(task: Task) -> None:
 
 
 def data_problem() -> str:
-    """Return an error message: only flagcore's trial program can run a data split."""
+    """Return the problem of a data split: only flagcore's trial program can run it."""
     return f"splits the data, which Megatron-LM and FlagScale after 0.3 cannot run ({OF_DATA})"
+
+
+def data_split_refused(meshes: object) -> LaunchError:
+    """Return the error of a candidate with these `meshes`, a data split, that a user's command is to start."""
+    fix = "give the number of a candidate without one, from the list of `flag estimate`"
+    return LaunchError(f"{MESHES} = {meshes} {data_problem()}; {fix}")
 
 
 def shares(task: Task, candidate: Candidate) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from flagcore.contracts import Platform
 from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import KIND, Spec, Task
 from flagcore.errors import LaunchError
-from flagcore_megatron.mixed.equal_meshes import data_problem
+from flagcore_megatron.mixed.equal_meshes import data_split_refused
 from flagcore_megatron.mixed.rules import tied
 from flagcore_megatron.predict import stage_layers
 from flagcore_megatron.program.user_command import readable_command
@@ -112,7 +112,7 @@ def _meshes(task: Task, values: Mapping[str, KnobValue]) -> list[Mesh]:
     table = Meshes.from_task(task)
     row = 1 + table.texts.index(str(values[MESHES]))
     if table.splits_data[row]:
-        raise LaunchError(f"{MESHES} = {values[MESHES]} {data_problem()}")
+        raise data_split_refused(values[MESHES])
     return [
         Mesh(
             group=group,

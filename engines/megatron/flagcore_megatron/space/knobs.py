@@ -91,6 +91,11 @@ def program_runs_meshes(spec: Spec) -> bool:
     return spec.train.command is None and spec.on_each_host
 
 
+def names_several_chips(spec: Spec) -> bool:
+    """Return whether node groups have other chips, so that no trial program of one build starts on all of them."""
+    return len({group.chip for group in spec.cluster.groups}) > 1
+
+
 def plain_values(task: Task, candidate: Candidate) -> dict[str, KnobValue]:
     """Return the knob values of a candidate, for a trial.
 

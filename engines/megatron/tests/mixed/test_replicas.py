@@ -155,8 +155,16 @@ def test_only_the_trial_program_runs_data_splits(tmp_path: Path) -> None:
     assert isinstance(command, TrainSpec)
     with refuses(f"auto_tuner.space.{MESHES}", match="replicas_release"):
         with_meshes(tasks.platform(replace(job, spec=replace(job.spec, work=command)), costs=pair()), plan=False)
+    space, predictions = predicted(job, pair())
+    cluster = job.spec.cluster
+    same = replace(
+        job.spec, cluster=replace(cluster, groups=tuple(replace(each, chip="fast") for each in cluster.groups))
+    )
+    for each, is_refused in ((job.spec, True), (same, False), (replace(same, work=command), True)):
+        weights = ENGINE.plans.unusual(replace(job, spec=each), space.columns(), predictions)
+        assert np.isinf(weights).any() == is_refused
     values = {**dict.fromkeys(SIZES.values(), 1), "micro_batch_size": 1, MESHES: UNEVEN}
-    with pytest.raises(LaunchError, match="replicas_release"):
+    with pytest.raises(LaunchError, match=r"replicas_release.*give the number of a candidate"):
         ENGINE.launch(tasks.platform(job, costs=pair()), Candidate.of(values), str(tmp_path), for_real=True)
     with pytest.raises(LaunchError, match="replicas_release"):
         mixed(tasks.platform(job, costs=pair()), values)
