@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from importlib.metadata import metadata
 from pathlib import Path
 
 import psutil
@@ -301,6 +302,9 @@ def test_the_schema_and_the_doctors_report_are_data(flag: Flag) -> None:
     assert parts["flagcore"]["ok"]
     assert "pip install" in parts["torch"]["fix"] or parts["torch"]["ok"]
     assert parts["torch"]["engine"]
+    advised = {extra for part in parts.values() for extra in re.findall(r"flagcore\[(.*)\]", part["fix"] or "")}
+    assert advised <= {*(metadata("flagcore").get_all("Provides-Extra") or ())}
+    assert parts["trl"]["ok"] or "install trl" in parts["trl"]["fix"]  # an engine needs its framework
 
 
 def test_the_doctor_begins_with_a_verdict() -> None:
