@@ -318,6 +318,8 @@ def test_the_doctor_begins_with_a_verdict() -> None:
 
 def test_a_plan_for_a_model_on_a_machine_without_accelerators_needs_a_chip(flag: Flag) -> None:
     flag("estimate", "--model", "Qwen/Qwen3-8B").refused(2, "--chip cpu")
+    flag("run", "nowhere", "--chip", "auto").refused(2, "nowhere does not exist")
+    flag("run", ".", "--chip", "auto", "--restarts", "1").refused(2, "are for runs")
 
 
 def test_a_failing_vendor_tool_is_reported_and_the_cpu_is_not_used_instead(
