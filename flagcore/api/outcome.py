@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 class Outcome(Notebook):
     """The result of `flag tune`: the plan, its folder, and `data`, which is the content of `result.json`.
 
+    - `shown`: the result without secrets, for output to the user.
     - `run_best`: whether the spec requests to start the best at the end.
     - `can_start`: whether the best can be started without changes.
     - `reported`: whether the report page was written.
@@ -50,14 +51,10 @@ class Outcome(Notebook):
     plan: Plan
     run_dir: Path
     data: Mapping[str, Any]
+    shown: RunData
     run_best: bool
     can_start: bool = True
     reported: bool = False
-
-    @property
-    def shown(self) -> RunData:
-        """The result without secrets, for output to the user."""
-        return RunData.from_json(self.data, self.run_dir, folder_name=str(self.run_dir), knobs=self.plan.knobs)
 
     def __str__(self) -> str:
         return result_text(self.shown)
@@ -83,8 +80,9 @@ def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
         median_s = plan.runs_of(Candidate.of(each["candidate"])).median_s
         each["cost"] = _cost(problem, each, median_s if is_rate(plan.objective) else None)
     run_best = problem.task.spec.control.run_best and plan.fidelity == RUN
-    outcome = Outcome(plan=plan, run_dir=run_dir, data=data, run_best=run_best)
-    private = bool(secrets_in_data(spec))
+    context: dict[str, Any] = {"knobs": plan.knobs, "labels": problem.engine.plans.labels}
+    shown = RunData.from_json(data, run_dir, folder_name=str(run_dir), **context)
+    outcome = Outcome(plan=plan, run_dir=run_dir, data=data, shown=shown, run_best=run_best)
     with writable(run_dir):
         write(run_dir / "result.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
         write(run_dir / "report.txt", printable(str(outcome)) + "\n")
@@ -94,7 +92,7 @@ def save(ending: TuneResult, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
             cannot = _save_launch(plan, problem, run_dir)
             tuner = {key: value for key, value in (spec.get("auto_tuner") or {}).items() if key != "baseline"}
             best_spec = {**spec, "auto_tuner": {**tuner, "space": plan.best.candidate.as_dict()}}
-            write(run_dir / "best.yaml", as_yaml(best_spec) + "\n", private=private)
+            write(run_dir / "best.yaml", as_yaml(best_spec) + "\n", private=bool(secrets_in_data(spec)))
     return replace(outcome, can_start=not cannot)
 
 

@@ -9,7 +9,7 @@ from flagcore.cli.options import patience
 from flagcore.contracts import Event, OnEvent
 from flagcore.domain.spec import SERVING, objective_value
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
-from flagcore.i18n import _, printable
+from flagcore.i18n import N_, _, printable
 from flagcore.report.text import (
     candidate_text,
     duration_text,
@@ -58,7 +58,7 @@ def _predicted(event: Event) -> str:
     value = f"{seconds:.3g} s"
     if event.objective in SERVING:
         value = objective_text(event.objective, objective_value(event.objective, seconds))
-    text = ", " + _("predicted ~{value}", value=value)
+    text = ", " + _(N_("expected ~{value}") if event.trial.believed else N_("predicted ~{value}"), value=value)
     short = event.trial.shortened
     if short and short.nodes:
         text += ", " + _("on {nodes} of {of_nodes} nodes", nodes=short.nodes, of_nodes=short.of_nodes)

@@ -146,9 +146,10 @@ def run_command(run: str, chip: str | None, engine: str | None, spares: str, **g
     given |= {"on_ready": _ready, "spares": [*filter(None, spares.split(","))]}
     if chip is None and engine is None:
         api.run_best(run, **given)
-    if given["dry_run"] or given["restarts"] or spares or not Path(run).exists():
-        text = N_("{run}: give the path of weights, without --dry-run, --restarts and --spares; nothing is downloaded")
-        raise click.UsageError(_(text, run=run))
+    if given["dry_run"] or given["restarts"] or spares:
+        raise click.UsageError(_("--dry-run, --restarts and --spares are for runs, --chip and --engine for weights"))
+    if not Path(run).exists():
+        raise click.UsageError(_("{run} does not exist: give the path of weights; nothing is downloaded", run=run))
     with tempfile.TemporaryDirectory() as folder:
         planned = Path(folder, Path(run).name)
         with options.patience(_("flag: predicting the candidates")):

@@ -234,7 +234,7 @@ def test_the_live_lines_show_budget_phase_step_and_the_best() -> None:
 def test_a_trial_starts_with_the_prediction_that_earlier_trials_corrected(objective: str, value: str) -> None:
     found, trial = event()
     trial = replace(trial, predicted=tasks.prediction(compute_s=0.001), believed=tasks.belief(0.02))
-    assert f"~{value}" in line(replace(found, trial=trial, objective=objective))
+    assert f"expected ~{value}" in line(replace(found, trial=trial, objective=objective))
 
 
 LOGS = """\

@@ -102,6 +102,7 @@ class RlEngine(Engine):
         rows = package_yaml(__package__, "frameworks.yaml")
         self.framework = Framework(**{**next(iter(rows.values())), **rows[name]})
         self.distribution = self.framework.distribution
+        self.modules: Mapping[str, str] = {name.replace("-", "_"): self.distribution}
         self.commands = RlCommands(name, self.knobs)
 
     def reading(self, work: RlSpec) -> Reading:

@@ -369,6 +369,8 @@ class ServingEngine(EngineProfile):
         cache, least = figures["kv_cache_bytes"], figures["kv_cache_least_bytes"]
         if cache >= least:
             return ""
+        if figures["kv_cache_tokens"] < 1:
+            return _("no memory is left for its cache")
         text = N_(
             "its cache of ~{have:.4g} GiB is too small for a request of the longest context, which needs ~{need:.4g}: "
             "give the cache more memory, or shorten the context to ~{tokens:,.0f} tokens"

@@ -104,6 +104,7 @@ class DeepSpeed(Trainer):
     trains_depths = False
     commands = DeepSpeedCommands()
     distribution = "deepspeed"
+    modules: Mapping[str, str] = {"deepspeed": "deepspeed"}
     releases = ">=0.10,<0.20"
 
     def with_program(self, program: object) -> Engine:

@@ -68,6 +68,7 @@ class TorchTitan(Trainer):
     trains_depths = False
     commands = TitanCommands()
     distribution = "torchtitan"
+    modules: Mapping[str, str] = {"torchtitan": "torchtitan"}
     releases = ">=0.1,<0.4"
 
     def with_program(self, program: object) -> Engine:

@@ -91,7 +91,7 @@ def noted_lengths(sequence: int, notes: str) -> Lengths | None:
 def cut_warnings(train: TrainSpec) -> list[str]:
     """Return a line if samples are longer than the sequence, which cuts them."""
     share = float(np.mean(np.array(train.lengths.values) > train.seq_length)) if train.lengths else 0.0
-    text = N_("{percent:.1f}% of the samples are longer than train.seq_length = {length}, and are cut")
+    text = N_("by train.lengths, {percent:.1f}% of samples are longer than train.seq_length = {length}, and are cut")
     return [_(text, percent=100.0 * share, length=train.seq_length)] if share else []
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,9 @@ def _plugins(loaded: plugins.LoadedPlugins) -> list[dict[str, Any]]:
     ]
     names = {record["name"] for record in records}
     empty: dict[str, Any] = {"version": None, "status": "failed", "maturity": None, "chips": [], "undetected": None}
-    for failure in loaded.failures:
-        if failure.name not in names:
-            identity = {"name": failure.name, "distribution": failure.distribution, "problem": str(failure)}
-            records.append({**identity, **empty})
+    for each in loaded.failures:
+        if each.name not in names:
+            records.append({"name": each.name, "distribution": each.distribution, "problem": str(each), **empty})
     return records
 
 
@@ -137,18 +136,20 @@ def require_chip(spec: SpecLike) -> None:
 
 
 def _engine(name: str, loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[dict[str, Any]]:
-    """Yield one record per module that an engine needs. The fix names the vendor's build for `chips`, or the extra of
-    flagcore if no vendor has one."""
+    """Yield one record per module that an engine needs. The fix names the vendor's build for `chips`, or else the extra
+    of flagcore, or else the package."""
     try:
         engine = plugins.find_engine(name)
     except FlagError as error:
         yield _record(name, _("engine"), None, str(error), engine=name)
         return
     builds = [build for chip in chips if (build := loaded.engine_support(chip, name).install)]
-    fix = "; ".join(map(_, dict.fromkeys(builds))) or f"pip install 'flagcore[{name}]'"
+    has_extra = name in (metadata("flagcore").get_all("Provides-Extra") or ())
+    fix = "; ".join(map(_, dict.fromkeys(builds))) or f"pip install 'flagcore[{name}]'" * has_extra
     for module, requirement in engine.modules.items():
+        own_fix = fix or _("install {package}, which no extra of flagcore brings", package=requirement)
         purpose = _("engine {name} ({module})", name=name, module=module)
-        yield {**_untested(_distribution(Requirement(requirement), purpose, fix), engine.untested), "engine": name}
+        yield {**_untested(_distribution(Requirement(requirement), purpose, own_fix), engine.untested), "engine": name}
 
 
 def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[dict[str, Any]]:

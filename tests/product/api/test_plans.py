@@ -14,6 +14,7 @@ from flagcore.api.inputs import loaded_plugins, open_spec
 from flagcore.api.jobs import predict_records, published_runs
 from flagcore.api.runs import load_snapshot
 from flagcore.contracts import Problem
+from flagcore.domain.chip import Support
 from flagcore.domain.records import read_prediction
 from flagcore.domain.spec import Spec
 from flagcore.errors import NothingFits, UsageError
@@ -286,6 +287,9 @@ def test_every_published_run_of_the_plugins_is_a_valid_record_with_an_address() 
     with loaded_plugins(()) as loaded:
         records = loaded.published_runs()
         answers = predict_records(records, loaded)
+        used = {(each["cluster"]["chip"], each["rl"]["engine"]) for each in records if each["kind"] == "rl"}
+        works = {(name, engine): loaded.engine_support(given(loaded.find_chip(name)), engine) for name, engine in used}
+    assert {support.support for support in works.values()} == {Support.YES}  # "no run has been reported" is false
     assert len(records) >= 60
     assert len({record["id"] for record in records}) == len(records)
     assert all(record["source"].startswith("https://") for record in records)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from importlib.metadata import metadata
 from pathlib import Path
 
 import psutil
@@ -301,6 +302,9 @@ def test_the_schema_and_the_doctors_report_are_data(flag: Flag) -> None:
     assert parts["flagcore"]["ok"]
     assert "pip install" in parts["torch"]["fix"] or parts["torch"]["ok"]
     assert parts["torch"]["engine"]
+    advised = {extra for part in parts.values() for extra in re.findall(r"flagcore\[(.*)\]", part["fix"] or "")}
+    assert advised <= {*(metadata("flagcore").get_all("Provides-Extra") or ())}
+    assert parts["trl"]["ok"] or "install trl" in parts["trl"]["fix"]  # an engine needs its framework
 
 
 def test_the_doctor_begins_with_a_verdict() -> None:
@@ -314,6 +318,8 @@ def test_the_doctor_begins_with_a_verdict() -> None:
 
 def test_a_plan_for_a_model_on_a_machine_without_accelerators_needs_a_chip(flag: Flag) -> None:
     flag("estimate", "--model", "Qwen/Qwen3-8B").refused(2, "--chip cpu")
+    flag("run", "nowhere", "--chip", "auto").refused(2, "nowhere does not exist")
+    flag("run", ".", "--chip", "auto", "--restarts", "1").refused(2, "are for runs")
 
 
 def test_a_failing_vendor_tool_is_reported_and_the_cpu_is_not_used_instead(

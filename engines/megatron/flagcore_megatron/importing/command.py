@@ -199,7 +199,7 @@ def _vocabulary(flags: Flags, directory: Path) -> int | None:
         size = public_models()[name]["vocab_size"]
         flags.note("vocab_size", f"{size}, that of {name}, which has this shape", "model.vocab_size")
         return int(size)
-    fix = "add it to the command, or give the model's Hugging Face directory as --model"
+    fix = "add it to the command, or give the model's public name or Hugging Face directory as --model"
     flags.source.report("--vocab-size", "is missing, and the tokenizer's files do not give it", fix=fix)
     return None
 

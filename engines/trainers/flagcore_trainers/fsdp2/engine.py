@@ -69,6 +69,7 @@ class Fsdp2(Engine):
     kind = "train"
     knobs: tuple[Knob, ...] = space.KNOBS
     distribution = "torch"
+    modules: Mapping[str, str] = {"torch": f"torch{RELEASES}"}
     plans = OnlyPlans()
     commands = FrameworkCommands()
 
