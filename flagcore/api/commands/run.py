@@ -69,7 +69,7 @@ def run_best(
     if (restarts or spares or stall) and ready:
         raise UsageError(_("--restarts, --spares, --stall: the best configuration of {run} is a server", run=run_dir))
     if missing and restarts and not dry_run:
-        text = N_("--restarts: the best configuration of {run} has no train.command that can start again")
+        text = N_("--restarts: the best configuration of {run} has no train.command to start again; tune with one")
         raise UsageError(_(text, run=run_dir))
     if dry_run or missing:
         (sys.stderr if stdout == 2 else sys.stdout).write(Path(argv[1]).read_text(encoding="utf-8"))
