@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 from flagcore_models.layers import indexer_of, other_mixers
-from flagcore_training.layout import Layout, MeshStages, StageGroups, Training
+from flagcore_training.layout import Layout, MeshStages, Training
 from flagcore_training.memory.training import component_table, memory_in_use, stages_in_use
-from flagcore_training.stages import placed, stage, stage_of, stages
+from flagcore_training.stages import StageGroups, placed, stage, stage_of, stages
 from flagcore_training.start import missing_layers
 from flagcore_training.time import step
 from flagcore_training.time.pace import Pace

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from flagcore_models.layers import attention_counts
 from flagcore_training.adapters import absent_targets
-from flagcore_training.rules import RuleTable
+from flagcore_training.knobs import RuleTable
 
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Task

@@ -1,8 +1,9 @@
 """What the engines of this distribution share: their mark, and the rules of engines that do not divide prompts."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from flagcore_importers.dialect import grouped
 from flagcore_serving.space import rules
 from flagcore_serving.space.hardware import DP, EP, TP, longest_request
 
@@ -56,11 +57,6 @@ def whole_prompts(task: Task, knob: str, chunked: str = "") -> Rule:
 
 def pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Yield the flags of a command line without dashes, each with its value or None."""
-    values: Iterable[str] = (*words[1:], "--")
-    skip = False
-    for word, following in zip(words, values, strict=True):
-        if skip or not word.startswith("--"):
-            skip = False
-            continue
-        skip = not following.startswith("--")
-        yield word.removeprefix("--"), following if skip else None
+    for word, _value, following, _place in grouped(words, lambda word: (word * word.startswith("--"), "", "")):
+        if word:
+            yield word.removeprefix("--"), following[0] if following else None

@@ -24,9 +24,9 @@ from flagcore_models.layers import (
 from flagcore_training.adapters import as_noted
 from flagcore_training.commands import parse
 from flagcore_training.frameworks import framework_of, kept_framework, reading, refuse_trials
+from flagcore_training.knobs import RuleTable
 from flagcore_training.lengths import length_warnings
 from flagcore_training.real_job import changed, launch
-from flagcore_training.rules import RuleTable
 from flagcore_training.time.step import replica_wait
 
 from flagcore.contracts import Commands, Costs, Engine, Platform, Published

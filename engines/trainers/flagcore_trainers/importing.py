@@ -13,7 +13,7 @@ from flagcore_importers.dialect import Dialect, Reading, flat, name_of, placed, 
 from flagcore_importers.values import count_of, positive
 from flagcore_models.public import model_of
 from flagcore_training.commands import UserCommand, cluster_of, parse, with_places
-from flagcore_training.unmodelled import joined, note_effects
+from flagcore_training.knobs import joined, note_effects
 from flagcore_vendorkit.settings import UNKNOWN_TIME, Settings, read_settings
 
 from flagcore.domain.engine import UNKNOWN, Unmodelled

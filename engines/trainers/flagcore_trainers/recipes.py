@@ -16,8 +16,8 @@ from flagcore_models.public import model_of
 from flagcore_training.adapters import NAMES, TARGETS, absent_targets, adapter_section, layer_names
 from flagcore_training.commands import cluster_of, parse, with_places
 from flagcore_training.frameworks import CONFIG, DEPTHS, MEGATRON, PROGRAM, RECOMPUTE, SIZES, Reading, framework_of
+from flagcore_training.knobs import note_effects
 from flagcore_training.lengths import assumed_lengths
-from flagcore_training.unmodelled import note_effects
 
 from flagcore.domain.launch import Start
 from flagcore.domain.lengths import LONGEST, PACKED

@@ -3,11 +3,10 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from flagcore_importers.dialect import placed
+from flagcore_importers.dialect import grouped, placed
 
 from flagcore.domain.launch import Start
 from flagcore.domain.space import KnobValue
@@ -170,11 +169,9 @@ def _options(words: Sequence[str]) -> Iterator[Option]:
 
 def parse_flags(command: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield each flag of a command without its dashes, and the values that follow it."""
-    for index, word in enumerate(command):
-        if word.startswith("--"):
-            flag, _, value = word[2:].partition("=")
-            following = takewhile(lambda each: not each.startswith("--"), command[index + 1 :])
-            yield flag.replace("_", "-"), [value] if value else list(following)
+    for flag, inline, following, _place in grouped(command):
+        if flag:
+            yield flag[2:].replace("_", "-"), [*filter(None, inline)] or following
 
 
 def expand_command(

@@ -1,16 +1,19 @@
-"""Reads the tables of knobs of training engines."""
+"""The tables of knobs and of legality rules of training engines, and the effects of settings that predictions omit."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from math import gcd
 from typing import Any
 
 import yaml
 
+from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import Flag, Knob, Requirement
-from flagcore.domain.space import KnobValue
+from flagcore.domain.space import BoolArray, Columns, KnobValue, Rule
 from flagcore.domain.spec import Task
-from flagcore.spec.plain_data import SafeLoader
+from flagcore.i18n import Message
+from flagcore.spec.plain_data import Notes, SafeLoader, package_yaml
 
 AUTOS: Mapping[str, Callable[[Task], Sequence[KnobValue]]] = {
     "divisors": lambda task: divisors(task.cluster.devices),
@@ -71,3 +74,40 @@ def divisors(number: int) -> tuple[int, ...]:
     """Return the divisors of `number` in ascending order."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+def joined(effects: Iterable[Unmodelled]) -> list[Unmodelled]:
+    """Return effects of which those that are the same are one, with all names."""
+    names: dict[Unmodelled, list[str]] = {}
+    for each in effects:
+        names.setdefault(replace(each, name=""), []).append(each.name)
+    return [replace(effect, name=", ".join(of_effect)) for effect, of_effect in names.items()]
+
+
+def note_effects(effects: Iterable[Unmodelled], notes: Notes) -> None:
+    """Add an import note on each effect."""
+    for each in effects:
+        notes.note(each.name, f"is passed to the engine, but not predicted: {each.why}", "train")
+
+
+class RuleTable:
+    """The rules in the file `rules.yaml` of a package: `knobs`, and the `message` with fields for their names.
+
+    `names`: the names of knobs by their fields, such as `TP`.
+    """
+
+    def __init__(self, package: str, names: Mapping[str, str]) -> None:
+        self.rows: Mapping[str, Mapping[str, str]] = package_yaml(package, "rules.yaml")
+        self.names = names
+
+    def __call__(
+        self, name: str, broken: Callable[[Columns], BoolArray], /, message: str = "", **values: object
+    ) -> Rule:
+        """Return the rule of a row.
+
+        `broken`: as in Rule. `message`: replaces that of the row. `values`: those of the other fields of the message.
+        """
+        row = self.rows[name]
+        knobs = tuple(self.names[field] for field in row["knobs"].split())
+        text = Message(message or row["message"], **self.names, **values)
+        return Rule(name=name, knobs=knobs, message=text, broken=broken)

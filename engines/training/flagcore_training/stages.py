@@ -1,17 +1,64 @@
-"""The stages of a pipeline: their layers, and micro-batches in flight at the memory peak."""
+"""The stages of a pipeline: their node groups, their layers, and micro-batches in flight at the memory peak."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
+from flagcore.contracts import Costs
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_training import schedules
 from flagcore_training.kinds import Numbers, layer_kinds
-from flagcore_training.layout import DEFAULTS, ArrayRecord, Layout, Options, Training, distinct
+from flagcore_training.layout import DEFAULTS, ArrayRecord, Layout, Options, Training, distinct, pick
 from flagcore_training.schedules import SCHEDULES
 from flagcore_training.splits import Splits, StageLayers
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StageGroups:
+    """The node group of each stage, and the layout on each group.
+
+    `starts` are the first stages of all groups but the first. `starts` and `layouts` have one array or record of
+    candidates per group. With equal sizes, stage i of p has the ranks i W/p to (i+1) W/p of W. The caller guarantees
+    that no stage spans two groups.
+    """
+
+    starts: tuple[FloatArray, ...]
+    layouts: tuple[Layout, ...]
+
+    @classmethod
+    def from_layout(cls, layout: Layout, costs: Costs) -> StageGroups:
+        if layout.further:
+            starts, layouts = zip(*((each.start, each.layout) for each in layout.further), strict=True)
+            return cls(starts, (layout, *layouts))
+        size = layout.tensor * layout.context * layout.data
+        end = layout.pipeline - 1.0
+        starts = tuple(np.minimum(np.ceil(first / size), end) for first in costs.further)
+        return cls(starts, (layout,) * len(costs.groups))
+
+    def group(self, index: FloatArray) -> IntArray:
+        number = np.zeros(index.shape, dtype=np.int64)
+        for start in self.starts:
+            number += index >= start
+        return number
+
+    def pick(self, index: FloatArray, values: Sequence[T]) -> T:
+        """Return, for each candidate, the value of the node group of stage `index`.
+
+        `values` has one entry per group.
+        """
+        return values[0] if len(values) == 1 else pick(self.group(index), values)
+
+    def stages(self, layout: Layout) -> list[FloatArray]:
+        edges = (np.zeros_like(layout.pipeline), *self.starts, layout.pipeline)
+        return [after - before for before, after in pairwise(edges)]
 
 
 @dataclass(frozen=True, slots=True)

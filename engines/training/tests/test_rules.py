@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from flagcore_training.knobs import AUTOS
-from flagcore_training.rules import RuleTable
+from flagcore_training.knobs import AUTOS, RuleTable
 
 from tests.tasks import task
 

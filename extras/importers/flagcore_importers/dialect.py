@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 from flagcore_vendorkit.settings import Settings, read_settings
@@ -194,31 +194,50 @@ def flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
+Group: TypeAlias = tuple[str, list[str], list[str], int]
+"""An option: its name, its value after an equals sign (if it has one), the words that follow, and its place."""
+
+
+def _long(word: str) -> tuple[str, str, str]:
+    return word.partition("=") if word.startswith("--") else ("", "", "")
+
+
+def grouped(words: Iterable[str], split: Callable[[str], tuple[str, str, str]] = _long) -> list[Group]:
+    """Return the options of a command. `split`: returns name, equals sign and value of a word.
+
+    Words without a name are values. Those before the first option have an empty name.
+    """
+    groups: list[Group] = [("", [], [], 0)]
+    for place, word in enumerate(words):
+        name, equals, value = split(word)
+        if name:
+            groups.append((name, [value] if equals else [], [], place))
+        else:
+            groups[-1][2].append(word)
+    return groups if groups[0][2] else groups[1:]
+
+
 def placed(words: Sequence[str], read: Callable[[str], Any] = scalar) -> Iterator[tuple[str, Any, int, int]]:
     """Yield the name, the value, and the positions of the words of each option `--NAME VALUE` and word `NAME=VALUE`.
 
     The value of a word `~NAME`, which removes a setting, is None. An option without a value is on. One with several
     values has a list; files and programs after them are arguments. `read` returns the value of a word.
     """
-    place = 0
-    while place < len(words):
-        name, equals, value = words[place].partition("=")
-        end = place + 1
+    for name, inline, following, place in grouped(words, _split):
+        values = inline or following
         if re.match("--[A-Za-z]", name):
-            while not equals and end < len(words) and not _is_new(words[end]):
-                end += 1
-            values = [value] if equals else words[place + 1 : end]
-            found = [read(each) for each in values if not each.endswith((*SUFFIXES, ".py"))] or [*values[:1]]
+            found = [read(each) for each in values if not each.endswith((*SUFFIXES, ".py"))] or values[:1]
+            end = place + 1 + (0 if inline else len(following))
             yield name_of(name), (found[0] if len(found) == 1 else found or True), place, end
         elif match := _REMOVED.fullmatch(words[place]):
-            yield name_of(match[1]), None, place, end
+            yield name_of(match[1]), None, place, place + 1
         elif match := _OVERRIDE.fullmatch(words[place]):
-            yield name_of(match[2]), None if match[1] == "~" else read(match[3]), place, end
-        place = end
+            yield name_of(match[2]), None if match[1] == "~" else read(match[3]), place, place + 1
 
 
-def _is_new(word: str) -> bool:
-    return bool(_OPTION.match(word) or _OVERRIDE.fullmatch(word) or _REMOVED.fullmatch(word))
+def _split(word: str) -> tuple[str, str, str]:
+    is_new = _OPTION.match(word) or _OVERRIDE.fullmatch(word) or _REMOVED.fullmatch(word)
+    return word.partition("=") if is_new else ("", "", "")
 
 
 def read_config(config: str, directory: str, key: str = "train.program.config") -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flagcore_training.adapters import adapter_section
-from flagcore_training.unmodelled import note_effects
+from flagcore_training.knobs import note_effects
 
 from flagcore.errors import join_errors
 from flagcore.spec.plain_data import Notes, package_yaml

@@ -9,7 +9,7 @@ from typing import Any
 
 from flagcore_models.public import public_models, public_name
 from flagcore_training.commands import UserCommand, cluster_of
-from flagcore_training.unmodelled import note_effects
+from flagcore_training.knobs import note_effects
 
 from flagcore.domain.files import read_regular
 from flagcore.domain.launch import Start

@@ -5,11 +5,11 @@ from itertools import permutations, product
 
 import numpy as np
 from flagcore_training.critical_path import StageTimes
-from flagcore_training.layout import Layout, StageGroups, Training, distinct
+from flagcore_training.layout import Layout, Training, distinct
 from flagcore_training.memory.states import states_of
 from flagcore_training.memory.training import stages_in_use
 from flagcore_training.schedules import makespan
-from flagcore_training.stages import layers_before_last, splits_with, stage, stage_of
+from flagcore_training.stages import StageGroups, layers_before_last, splits_with, stage, stage_of
 from flagcore_training.time.pipeline import shape_seconds
 from flagcore_training.time.stage import DEPENDS_ON, Blocks
 from flagcore_training.weights import stage_parameters

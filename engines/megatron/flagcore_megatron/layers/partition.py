@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 import numpy as np
-from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, distinct, pick
+from flagcore_training.layout import ArrayRecord, Layout, Training, distinct, pick
+from flagcore_training.stages import StageGroups
 from flagcore_training.time.pace import Pace, StagePace
 from flagcore_training.time.stage import Blocks
 

@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
-from itertools import takewhile
 from typing import Any, TypeAlias, cast
 
+from flagcore_importers.dialect import grouped
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
@@ -111,7 +111,9 @@ class ArgumentTable:
         """
         arguments: list[Argument] = []
         problems: list[ArgumentProblem] = []
-        for position, flag, inline, following_values in self._split_flags(words):
+        end = words.index("--") if "--" in words else len(words)  # values follow
+        groups = [*grouped(words[:end], self._split_flag), ("", [], [*words[end + 1 :]], end)]
+        for flag, inline, following_values, position in groups:
             spec = self.by_flag.get(flag)
             if flag and spec is None:
                 problems.append(self._unknown_flag(flag, " ".join([*inline, *following_values])))
@@ -143,20 +145,6 @@ class ArgumentTable:
                     value = [*cast("list[Any]", values.get(argument.dest, [])), value]
                 values[argument.dest] = value
         return values
-
-    def _split_flags(self, words: Sequence[str]) -> Iterator[tuple[int, str, tuple[str, ...], list[str]]]:
-        """Yield the position of each flag, the flag, the value after its equals sign, and the values that follow. The
-        flag is empty for values that follow no flag."""
-        position = 0
-        while position < len(words):
-            flag, equals, value = self._split_flag(words[position])
-            start = position + bool(flag)
-            following = list(takewhile(lambda word: not self._split_flag(word)[0], words[start:]))
-            if flag == "--":
-                flag, following = "", list(words[start:])
-                position += 1
-            yield position, flag, (value,) if equals else (), following
-            position = start + len(following)
 
     def _split_flag(self, word: str) -> tuple[str, str, str]:
         """Split a word into flag, equals sign and value as argparse does. The flag of a plain value is empty."""

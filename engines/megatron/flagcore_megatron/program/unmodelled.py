@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from flagcore_models.layers import other_mixers
-from flagcore_training.unmodelled import joined
+from flagcore_training.knobs import joined
 from flagcore_vendorkit.settings import UNCHANGED, read_settings
 
 from flagcore.domain.engine import Unmodelled

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import numpy as np
 from flagcore_models.layers import latent_layers, other_mixers
-from flagcore_training.rules import RuleTable
+from flagcore_training.knobs import RuleTable
 
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task

@@ -13,10 +13,10 @@ from flagcore_megatron.layers.fastest import split_layers, virtual_stages
 from flagcore_megatron.space import production
 from flagcore_megatron.space.stages import check_symbols, pattern_stages, pattern_text, stages_with
 from flagcore_models.mixers.mamba2 import Mamba2
-from flagcore_training.layout import Layout, Options, StageGroups
+from flagcore_training.layout import Layout, Options
 from flagcore_training.memory.training import memory_in_use
 from flagcore_training.splits import StageLayers
-from flagcore_training.stages import placed
+from flagcore_training.stages import StageGroups, placed
 from flagcore_training.time.stage import Blocks
 from flagcore_training.time.step import costs_in_run, step_time
 

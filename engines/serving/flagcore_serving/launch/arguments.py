@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from flagcore_importers.dialect import grouped
 from flagcore_importers.programs import strip_dashes
 
 from flagcore.domain.knob import Knob
@@ -219,16 +220,15 @@ def split(engine: EngineProfile, words: Sequence[str]) -> Iterator[Pair]:
 
     In place of `Program.set_flag`, these are the flags that its values FLAG=VALUE set.
     """
-    found: list[Pair] = [("", [])]
-    for word in words:
-        flag, equals, value = word.partition("=")
-        if word[1:2] in tuple(engine.program.digit_flags) and word[2:].isdecimal():
-            flag, equals, value = word[:2], "=", word[2:]
-        if re.match("--?[A-Za-z]", word):
-            found.append((flag, [value] if equals else []))
-        else:
-            found[-1][1].append(word)
-    for flag, values in found:
+
+    def parts(word: str) -> tuple[str, str, str]:
+        if not re.match("--?[A-Za-z]", word):
+            return "", "", ""
+        has_digits = word[1:2] in tuple(engine.program.digit_flags) and word[2:].isdecimal()
+        return (word[:2], "=", word[2:]) if has_digits else word.partition("=")
+
+    for flag, inline, following, _place in grouped(words, parts):
+        values = inline + following
         if flag and strip_dashes(flag) == engine.program.set_flag:
             yield from ((f"--{name}", [value]) for name, _, value in (each.partition("=") for each in values))
         elif flag or values:

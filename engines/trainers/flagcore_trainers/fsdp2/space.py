@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from flagcore_models.layers import mixer_counts, product_counts
 from flagcore_models.mixers.attention import Attention
-from flagcore_training.knobs import read_knobs
-from flagcore_training.rules import RuleTable
+from flagcore_training.knobs import RuleTable, read_knobs
 
 from flagcore.domain.space import BoolArray, Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task

@@ -16,8 +16,7 @@ from flagcore_training.kinds import Numbers, layer_kinds
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.activations import depths, embedding, head
 from flagcore_training.memory.modules import OFFLOADED, Layer, Module, Sizes, recomputed_tensors, saving
-from flagcore_training.memory.parts import modules_of, part_modules
-from flagcore_training.memory.vision import with_tower
+from flagcore_training.memory.parts import modules_of, part_modules, with_tower
 from flagcore_training.schedules import in_flight
 from flagcore_training.stages import Stage, depths_received
 from flagcore_training.weights import Parts, add_parts

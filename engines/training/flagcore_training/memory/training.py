@@ -18,7 +18,7 @@ from flagcore.contracts import Costs, MemoryModel, communicator_bytes
 from flagcore.domain.model import Part
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_training.kinds import layer_kinds
-from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, pick
+from flagcore_training.layout import ArrayRecord, Layout, Training, pick
 from flagcore_training.memory.activations import gathered_tokens
 from flagcore_training.memory.modules import Sizes
 from flagcore_training.memory.states import (
@@ -36,7 +36,7 @@ from flagcore_training.memory.states import (
     wide_parts,
 )
 from flagcore_training.memory.stored_activations import Kinds, activation_parts, stage_activations
-from flagcore_training.stages import Stage, depths_received, stage, stages
+from flagcore_training.stages import Stage, StageGroups, depths_received, stage, stages
 from flagcore_training.vision import tower_weights
 from flagcore_training.weights import ADAPTER_PARTS, EXPERT_PARTS, Parts, padded_vocab, stage_parameters
 

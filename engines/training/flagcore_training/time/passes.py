@@ -14,9 +14,9 @@ from flagcore.contracts import CollectiveCosts, Costs, KernelCosts
 from flagcore.domain.model import Network
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore_training.adapters import has_adapter
-from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training
+from flagcore_training.layout import ArrayRecord, Layout, Training
 from flagcore_training.schedules import SCHEDULES
-from flagcore_training.stages import layer_input_bytes
+from flagcore_training.stages import StageGroups, layer_input_bytes
 
 ACTIVATION_PASSES = {
     (True, True): (3.0, 5.0),

@@ -7,9 +7,9 @@ import numpy as np
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_training.critical_path import StageTimes
-from flagcore_training.layout import Layout, StageGroups, Training
+from flagcore_training.layout import Layout, Training
 from flagcore_training.schedules import makespan
-from flagcore_training.stages import Stage, depths_received
+from flagcore_training.stages import Stage, StageGroups, depths_received
 from flagcore_training.time.passes import Messages, StageTime
 
 REFILL_LAUNCHES = 45.0

@@ -13,10 +13,10 @@ from flagcore_models.layers import depth_layer, experts_of
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_training.kinds import layer_kinds
-from flagcore_training.layout import WHOLE_STEP, ArrayRecord, Layout, StageGroups, Training, distinct
+from flagcore_training.layout import WHOLE_STEP, ArrayRecord, Layout, Training, distinct
 from flagcore_training.lengths import in_time, one_by_one
 from flagcore_training.memory.stored_activations import offloaded_bytes
-from flagcore_training.stages import Stage
+from flagcore_training.stages import Stage, StageGroups
 from flagcore_training.time.layer import embedding_time, head_time, layer_time
 from flagcore_training.time.passes import Block, Seconds, StageTime
 from flagcore_training.time.vision import tower_block, tower_time

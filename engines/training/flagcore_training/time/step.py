@@ -11,11 +11,11 @@ from flagcore.contracts import Costs
 from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.roofline import with_slowdown
-from flagcore_training.layout import ArrayRecord, Layout, StageGroups, Training, pick
+from flagcore_training.layout import ArrayRecord, Layout, Training, pick
 from flagcore_training.lengths import in_time, slowest
 from flagcore_training.memory.states import split_parameters, trained_parts
 from flagcore_training.schedules import SCHEDULES
-from flagcore_training.stages import Stage, stage, stages
+from flagcore_training.stages import Stage, StageGroups, stage, stages
 from flagcore_training.time.optimizer import gradient_time, optimizer_time, reduction
 from flagcore_training.time.passes import StageTime
 from flagcore_training.time.pipeline import overlapped_passes, pipeline_time, sender_waits, sends
