@@ -2,8 +2,8 @@
 
 The metadata is read from the source folder if available, else from the installation. The transcripts are outputs of
 tools on real machines, in `tests/smi`: one file each, or several in a file, each after a line `==> acme-smi-1.txt <==`
-as `tail -n +1 acme-smi-*.txt` prints them. `sources.yaml` in the same folder has one entry per output. An entry is the
-source of the output or, if it lists devices, a mapping:
+as `tail -n +1 acme-smi-*.txt` prints them. `sources.yaml`, a file or one of these texts, has one entry per output. An
+entry is the source of the output or, if it lists devices, a mapping:
 
 ```yaml
 acme-smi-1.txt:
@@ -175,11 +175,14 @@ class Transcript:
 
 def saved_outputs(folder: Path) -> dict[str, str]:
     """Return the texts of the outputs in a folder `tests/smi`, by name."""
+    return {name: text for name, text in _texts(folder).items() if name != SOURCES}
+
+
+def _texts(folder: Path) -> dict[str, str]:
     found = dict[str, str]()
-    for path in sorted(folder.iterdir()):
-        if path.name != SOURCES:
-            text = path.read_text("utf-8", "replace")
-            found.update(joined_texts(text) or {path.name: text})
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        text = path.read_text("utf-8", "replace")
+        found.update(joined_texts(text) or {path.name: text})
     return found
 
 
@@ -191,11 +194,8 @@ def joined_texts(text: str) -> dict[str, str]:
 
 def read_transcripts(folder: Path) -> tuple[Transcript, ...]:
     """Return the transcripts in a plugin's source folder, if there are any. Raises SpecError."""
-    file = folder / FOLDER / SOURCES
-    if not file.is_file():
-        return ()
-    location, texts = str(FOLDER / SOURCES), saved_outputs(file.parent)
-    content = read_yaml(file.read_text("utf-8"), location)
+    location, texts = str(FOLDER / SOURCES), _texts(folder / FOLDER)
+    content = read_yaml(texts.pop(SOURCES), location) if SOURCES in texts else {}
     return tuple(_transcript(str(name), entry, texts, location) for name, entry in content.items())
 
 

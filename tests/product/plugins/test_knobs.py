@@ -1,18 +1,23 @@
-"""A knob that only a plugin knows, from a plugin that the core has never heard of: predicted, launched and learned."""
+"""A knob that only a plugin knows, from a plugin that the core has never heard of: predicted, launched and learned.
+All plugins and engines together."""
 
+import importlib
 import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import yaml
 
-from flagcore import api
+from flagcore import api, plugins
 from flagcore.contracts import Problem, probes_of
+from flagcore.domain.chip import Chip, Device, Support
+from flagcore.domain.engine import EngineSupport
 from flagcore.domain.features import features
 from flagcore.domain.knob import Effect, Factor, Knob, Requirement
 from flagcore.domain.prediction import Predictions
@@ -20,7 +25,7 @@ from flagcore.domain.space import Axis, IntArray
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import SpecError
-from flagcore.plugins import engine_of
+from flagcore.plugins import LoadedPlugins, engine_of, here, load_plugins, names
 from flagcore.spec.convert import parse_spec
 from flagcore.tuner.effects import effects_of_row
 from flagcore.tuner.problem import build_problem, candidate_columns
@@ -374,3 +379,40 @@ def with_predictions(install: Install, space: dict[str, Any]) -> Problem:
     extra = loaded.knobs_on_any_chip("megatron")
     spec = parse_spec(data, file="spec.yaml", base=Path(), engines=ENGINES, plugin_knobs=extra)
     return build_problem(spec, loaded, engine_of(spec.work))
+
+
+PLUGINS = Path(__file__).parents[3] / "plugins"
+X1 = Chip(name="X1", vendor="acme", devices_per_node=8)
+RUNS = EngineSupport(support=Support.YES, device_type="acme", distributed_backend="accl")
+
+
+def test_devices_are_measured_for_an_engine_of_flagcore_first(install: Install) -> None:
+    *_, before = here.target(load_plugins())
+    source = "import copy\nfrom flagcore_megatron.engine import ENGINE\nENGINE = copy.copy(ENGINE)\n"
+    install("flagcore-acme", {"acme": "flagcore_acme:ENGINE"}, {"flagcore_acme": source}, group=plugins.ENGINES)
+    assert names(plugins.ENGINES)[0] == "acme"
+    *_, engine = here.target(load_plugins())
+    assert engine == before
+
+
+def test_engines_that_cannot_run_on_a_chip_do_not_say_how_to_measure_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(here, "best_chip", lambda *arguments: X1)
+    device, trains = Device(index=0, chip="X1"), replace(RUNS, preload=("torch_acme",))
+    loaded = SimpleNamespace(
+        devices=lambda: (device,),
+        find_chip=lambda name: X1,
+        engine_support=lambda chip, engine: (
+            trains if engine == "megatron" else replace(RUNS, support=Support.IMPOSSIBLE, reason="no serving")
+        ),
+    )
+    assert here.target(cast("LoadedPlugins", loaded)) == (X1, trains, (device,), "megatron")
+
+
+def test_all_plugins_load_together_and_share_no_chip_name() -> None:
+    vendors = [file.parent.name for file in PLUGINS.glob("*/pyproject.toml")]
+    assert {"cpu", "nvidia", "metax", "iluvatar", "cambricon"} <= set(vendors)
+    loaded = LoadedPlugins.of(
+        {vendor: importlib.import_module(f"flagcore_{vendor}.hooks").plugin for vendor in vendors}
+    )
+    assert {chip.vendor for chip in loaded.chips()} == set(vendors)
+    assert loaded.failures == ()
