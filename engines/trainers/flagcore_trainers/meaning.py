@@ -20,7 +20,7 @@ from flagcore_training.adapters import absent_targets
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
 from flagcore_training.memory.activations import stored_scores
-from flagcore_training.memory.adapters import PEFT_STORED
+from flagcore_training.memory.modules import PEFT_STORED
 from flagcore_training.memory.states import gathered_bytes, split_parameters, states_of, step_bytes, trained_parts
 from flagcore_training.memory.training import InUse, Memory, in_use, memory_in_use
 from flagcore_training.peft import Peft
