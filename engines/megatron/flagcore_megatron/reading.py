@@ -28,7 +28,7 @@ from flagcore.domain.space import Candidate, KnobValue
 from flagcore.domain.spec import Task
 from flagcore.domain.steps import warmup_steps
 from flagcore.domain.trial import Measurement
-from flagcore_megatron.mixed.equal_meshes import as_asked, devices_of
+from flagcore_megatron.mixed.hetero import as_asked, devices_of
 from flagcore_megatron.space.knobs import BY_NAME
 from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL, SPLIT
 

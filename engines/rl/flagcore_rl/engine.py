@@ -1,6 +1,6 @@
 """Frameworks of reinforcement learning as engines of the core. They differ in a row of `frameworks.yaml`.
 
-Trials are the user's command with the settings of a candidate, for a few steps whose times its log states.
+Trials are the user's command with the settings of a candidate, for a few steps, whose times are read from its log.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flagcore_importers.programs import check_version, find_program, package_ver
 from flagcore_serving.advice import spec_warnings
 from flagcore_serving.engine import ServingEngine
 from flagcore_training.knobs import divisors, read_knobs
-from flagcore_training.reading import FAILURES, warmup_of_fewer
+from flagcore_training.reading import FAILURES, LogFiles, warmup_of_fewer
 from flagcore_vendorkit.metrics import NoMetrics, interquartile_range
 from flagcore_vendorkit.settings import UNKNOWN_TIME
 
@@ -33,14 +33,50 @@ from flagcore.domain.trial import Answers, Measurement
 from flagcore.errors import FlagError, SpecError
 from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import package_yaml
-from flagcore_rl import importing, ray
+from flagcore_rl import commands, importing
 from flagcore_rl.commands import dialect_of
 from flagcore_rl.importing import Reading
 from flagcore_rl.job import RlSpec, job_of
-from flagcore_rl.log import Log
 from flagcore_rl.predict import Framework, predict
 from flagcore_rl.roles import DEVICES, ROLLOUT, STALENESS, THREADS, engine_of, keys_of, serve_task, train_task
 from flagcore_rl.rules import EP, PP, RDP, RTP, TP, rules
+
+ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+LONGEST_LINE = 1 << 16
+"""Characters of a line that are read: verl and slime print all figures of a step in one line."""
+NUMBER = r"'?[:=]? *'?([\d.]+(?:e[+-]?\d+)?)"
+"""What follows the name of a time in a log, in the words of any of the frameworks."""
+
+
+class Log:
+    """The times of the steps in the log of a trial, in seconds. `updates`: the number of lines of a step."""
+
+    def __init__(self, folder: str, step: str, parts: Mapping[str, str], updates: int) -> None:
+        self.parts: dict[str, list[float]] = {}
+        self.last = ""
+        self._step, self._updates = re.compile(step), updates
+        self._names = {name: re.compile(rf"(?:{names}){NUMBER}") for name, names in parts.items()}
+        self._times: list[float] = []
+        self._seen: set[str] = set()
+        self._files = LogFiles(folder, self._add, LONGEST_LINE)
+
+    def __call__(self, *, unfinished: bool = False) -> tuple[float, ...]:
+        """Read on. `unfinished`: whether to read a last line without a line break, too."""
+        self._files.read(unfinished=unfinished)
+        whole = len(self._times) // self._updates * self._updates
+        return tuple(sum(self._times[place : place + self._updates]) for place in range(0, whole, self._updates))
+
+    def _add(self, line: str) -> None:
+        text = ANSI.sub("", line)
+        self.last = text.strip() or self.last
+        for name, pattern in self._names.items():
+            if found := pattern.findall(text):
+                self.parts.setdefault(name, []).append(sum(map(float, found)))
+        if match := self._step.search(text):
+            number = match.groupdict().get("step") or f"line {len(self._seen)}"
+            if number not in self._seen and float(match["s"]) > 0:
+                self._seen.add(number)
+                self._times.append(float(match["s"]))
 
 
 def _tokens(work: RlSpec, *times: int) -> tuple[KnobValue, ...]:
@@ -244,7 +280,7 @@ class RlEngine(Engine):
                 (before if key.before_program else settings).update(_named(key, value, read.given))
         argv = read.command.changed(settings, before)
         if dialect_of(self.name).ray and (nodes := sum(each.nodes for each in task.cluster.groups)) > 1:
-            argv = ray.on_all_nodes(argv, nodes)
+            argv = commands.on_all_nodes(argv, nodes)
         threads = int(values.get(THREADS) or 1)
         environment = {f"{name}_NUM_THREADS": f"{threads}" for name in ("OMP", "MKL")} if threads > 1 else {}
         return Launch(argv=(*argv, *work.flags), folder=folder, environment=environment, directory=work.directory)

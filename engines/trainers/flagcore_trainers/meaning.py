@@ -2,18 +2,25 @@
 
 The formulas are those of `flagcore_training`, with plain layers of torch unless the spec says otherwise. What
 is particular to a program is unknown, so the intervals are wide: trials correct the predictions.
+
+A decoder whose layers are plain operators of torch, such as one of transformers, has no pipeline. What autograd stores
+and the moments at which the most is allocated were counted in torch 2.13. Rotary embeddings store nothing but queries
+and keys, as cosines and sines need no gradient.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
-from flagcore_models.layers import attention_counts
+from flagcore_models.layers import attention_counts, layer_counts
+from flagcore_models.mixers.attention import Attention
 from flagcore_training.adapters import absent_targets
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
+from flagcore_training.memory.activations import stored_scores
+from flagcore_training.memory.modules import PEFT_STORED
 from flagcore_training.memory.states import gathered_bytes, split_parameters, states_of, step_bytes, trained_parts
 from flagcore_training.memory.training import InUse, Memory, in_use, memory_in_use
 from flagcore_training.peft import Peft
@@ -27,10 +34,95 @@ from flagcore.domain.prediction import ModelPart, Predictions
 from flagcore.domain.space import Columns, FloatArray, IntArray, Rule
 from flagcore.domain.spec import Task
 from flagcore.i18n import N_, Message
-from flagcore_trainers import plain
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard import traffic
+from flagcore_trainers.fully_shard.activations import activations
+from flagcore_trainers.fully_shard.memory import LOSS_BYTES
+from flagcore_trainers.fully_shard.weights import MemoryInputs
 from flagcore_trainers.program import MEANINGS, StateSection
+
+NORM_BYTES = 4.0
+"""Bytes per element that a norm of several kernels stores beyond a copy of its input: it computes in fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments:
+    """Bytes per rank at the moments of a step at which the most is allocated, above what stays between steps.
+
+    `forward`: at its end. `loss`: in the backward of the loss. `head`: in that of the head. `layer`: in that of a
+    layer. `end`: at the end of backward.
+    """
+
+    forward: FloatArray
+    loss: FloatArray
+    head: FloatArray
+    layer: FloatArray
+    end: FloatArray
+
+    def highest(self) -> FloatArray:
+        highest: FloatArray = np.max(np.stack(np.broadcast_arrays(*vars(self).values())), axis=0)
+        return highest
+
+    def plus(self, **extra: FloatArray) -> "Moments":
+        """Return moments with further bytes, by name."""
+        return replace(self, **{name: getattr(self, name) + value for name, value in extra.items()})
+
+
+def moments(train: Training, layout: Layout) -> Moments:
+    """Return the moments of a step, without weights and buffers that a program gathers or reduces gradients in.
+
+    With a single micro-batch, gradients that ranks do not shard are not there before their backward.
+    """
+    model, u, ones = train.model, float(train.value_bytes), np.ones_like(layout.data)
+    job = MemoryInputs(
+        model=model,
+        value_bytes=u,
+        ranks=layout.expert,
+        tensor=layout.tensor,
+        context=ones,
+        tokens=layout.tokens(train.sequence),
+        microbatches=layout.microbatches,
+        reshard=ones < 0,
+        checkpointing=np.where(layout.uniform > 0, 2.0, 0.0),
+        reduce_bytes=u * ones,
+        offload=ones < 0,
+        replicated=ones < 0,
+        expert=layout.expert,
+        pipeline=ones,
+        schedule=np.zeros_like(ones, dtype=np.int64),
+        fused_norm=False,
+        split_tokens=layout.sequence_parallel > 0,
+        gradients_wait=False,
+        adapter=train.options.adapter,
+        dora_stored=PEFT_STORED,
+    )
+    act = activations(job)
+    norm = NORM_BYTES * act.hidden / u
+    is_kept = job.checkpointing == 0
+    stored, layer = act.stored, np.zeros_like(ones)
+    for each, number in layer_counts(model).items():
+        extra = len(each.parts) * norm
+        if isinstance(mixer := each.mixer, Attention):
+            extra = extra + stored_scores(train, layout, mixer) - 4.0 * mixer.num_heads * job.tokens / layout.tensor
+        stored = stored + number * np.where(is_kept, extra, 0.0)
+        for moment in act.layers[each].backward:
+            layer = np.maximum(layer, moment + np.where(is_kept, 0.0, extra))
+    layer = stored + layer
+    rows = u * model.vocab_size / layout.tensor * (train.options.adapter is None)  # frozen weights have no gradients
+    table, own = rows * model.hidden_size, rows * model.num_layers * model.layer_embedding_size
+    logits = job.tokens * model.vocab_size / layout.tensor
+    at_head = stored + act.head_input + norm
+    states = states_of(train, layout, stage_parameters(train, layout, stage(model, layout, np.zeros_like(ones))))
+    late = np.where(layout.microbatches > 1, 0.0, states[0].gradients + states[1].gradients)
+    late = late * (not train.options.fsdp)
+    return Moments(
+        forward=at_head - late,
+        loss=at_head + LOSS_BYTES * logits - late,
+        head=at_head + u * logits + table + act.hidden - late,
+        layer=layer - np.maximum(late - table, 0.0),
+        end=act.hidden + np.maximum(table, own),
+    )
+
 
 TP, PP, CP, EP, DP, MBS, ACCUMULATION, ZERO, SP, RECOMPUTE, OFFLOAD = MEANINGS
 ONE_BY_DEFAULT = (TP, PP, CP, EP, MBS)
@@ -147,7 +239,7 @@ def predict(
     """Return the predictions of candidates whose meanings have the numbers `given`.
 
     The exchange of gradients is assumed to overlap with kernels. `buffers`: bytes of gathered weights and buffers at
-    each moment of `plain.Moments`, and `between` steps. If they are not known, ZeRO 3 gathers two layers.
+    each moment of `Moments`, and `between` steps. If they are not known, ZeRO 3 gathers two layers.
     """
 
     def of_rows(kind: int, rows: IntArray) -> Predictions:
@@ -257,12 +349,12 @@ def _plain_memory(train: Training, layout: Layout, costs: Costs, buffers: Mappin
     dense, experts = split_parameters(trained_parts(train, parameters))
     update = buffers.pop("step") if "step" in buffers else step_bytes(train, alone, dense, experts)
     states = used.memory.static[is_alone]
-    above = plain.moments(train, alone).plus(**buffers).highest()
+    above = moments(train, alone).plus(**buffers).highest()
     peak = states + np.maximum(above, update)
     stages = used.memory.worst_stage[is_alone]
     memory = Memory(static=states + between, activation=above - between, peak=peak, worst_stage=stages)
     has_lengths = train.lengths is not None and train.lengths.batching == LONGEST
-    cached = np.maximum(states + update + cached - peak, 0.0) + plain.moments(train, alone).highest() * has_lengths
+    cached = np.maximum(states + update + cached - peak, 0.0) + moments(train, alone).highest() * has_lengths
     own_use = in_use(costs.memory, memory, alone, train, cached)
     for values, own in (
         (used.memory.static, memory.static),

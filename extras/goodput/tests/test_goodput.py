@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from flagcore_goodput.command import goodput, goodput_command
+from flagcore_goodput.goodput import best_interval, crossing, share_of_work, waiting_share, young_interval
 from flagcore_goodput.job import PUBLISHED
-from flagcore_goodput.losses import best_interval, crossing, share_of_work, waiting_share, young_interval
 
 from flagcore import api
 from flagcore.api.inputs import read_spec, without_budget

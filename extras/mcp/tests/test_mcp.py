@@ -13,7 +13,7 @@ import anyio
 import psutil
 import pytest
 from flagcore_mcp import server
-from flagcore_mcp.tools import TOOLS
+from flagcore_mcp.server import TOOLS
 from mcp import Client
 from mcp.client.stdio import StdioServerParameters, stdio_client
 

@@ -1,8 +1,15 @@
-"""Chooses the implementation of each operator from the times of its calls."""
+"""Chooses the implementation of each operator from the times of its calls.
+
+What vendors' plugins say against implementations is in their files `operators.yaml`.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from flagcore_vendorkit.fields import build, read_file
+
+from flagcore.domain.chip import Source
 
 GAIN = 0.02
 """The share by which another implementation must be faster than the default: less is noise, and a default is tested
@@ -93,3 +100,29 @@ def _times(
         if timed and seconds.keys() == timed and None not in seconds.values():
             times[each] = scale * sum(calls[place]["count"] * value for place, value in seconds.items())
     return times
+
+
+def avoided(package: str, names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return a vendor's reasons against implementations, by operator, from `operators.yaml` of its plugin's package.
+
+    `names`: the libraries whose entries apply. Raises SpecError if the file is not valid.
+    """
+    content, found = read_file(package, "operators.yaml") or {}, dict[str, dict[str, str]]()
+    for entry in build(tuple[Avoided, ...], content.get("avoid") or [], f"{package}/operators.yaml", "avoid"):
+        for operator in entry.operators if entry.name in names else ():
+            found.setdefault(operator, {})[entry.implementation] = f"{entry.why} ({entry.source.detail})"
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Avoided:
+    """An implementation that a vendor, or users of its chips, found wrong, broken or slow for some operators.
+
+    `name`: that of the library.
+    """
+
+    name: str
+    implementation: str
+    operators: tuple[str, ...]
+    why: str
+    source: Source

@@ -25,8 +25,7 @@ from flagcore.domain.launch import Exit, Launch, failure
 from flagcore.errors import Interrupted, RunError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
-from flagcore_operators.avoided import avoided
-from flagcore_operators.choosing import choose
+from flagcore_operators.choosing import avoided, choose
 from flagcore_operators.contract import OperatorLibrary, find_library, libraries
 from flagcore_operators.start import RECORD
 

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from flagcore_operators import flaggems
-from flagcore_operators.avoided import avoided
-from flagcore_operators.choosing import choose
+from flagcore_operators.choosing import avoided, choose
 from flagcore_operators.contract import OperatorLibrary, find_library
 from flagcore_operators.dispatched import Dispatcher
 from flagcore_operators.flaggems import VllmFl

@@ -17,9 +17,8 @@ from flagcore.report.summary import answer, details, ending
 from flagcore.report.text import duration_text, limits_text
 from flagcore_page.blocks import Block, Code, Collapsed, Page, Section, render
 from flagcore_page.resources import improvements, measured_points, memory, pipeline, serving, step_time
-from flagcore_page.run_files import text_of
 from flagcore_page.search import accuracy, funnel, progress, trials
-from flagcore_page.start import commands, configurations
+from flagcore_page.start import commands, configurations, text_of
 
 MOST_LISTED = 30
 """The maximum number of trials in tables, so that a page of 500 trials stays small."""

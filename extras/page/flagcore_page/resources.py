@@ -28,8 +28,22 @@ from flagcore.report.text import (
     values_text,
     word_of,
 )
-from flagcore_page.blocks import Block, Chart, Collapsed, Section, size
-from flagcore_page.charts import OTHER, Bar, Bars, Plot, Series, Stack, Stacks, linear, spread
+from flagcore_page.blocks import (
+    OTHER,
+    Bar,
+    Bars,
+    Block,
+    Chart,
+    Collapsed,
+    Plot,
+    Section,
+    Series,
+    Stack,
+    Stacks,
+    linear,
+    size,
+    spread,
+)
 
 MAX_KNOBS = 10
 """The maximum number of knobs in a chart, those with the largest influence."""

@@ -15,9 +15,8 @@ from flagcore.report.formats import NAMES, shown
 from flagcore.report.run import RunData, measured_s
 from flagcore.report.run_text import learning, trial_table
 from flagcore.report.text import duration_text, funnel_stages, reason_text, repeats_text
-from flagcore_page.blocks import Block, Chart, Code, Collapsed, Section
-from flagcore_page.charts import BEST, Bar, Bars, Plot, Series, linear, spread
-from flagcore_page.run_files import log_ends
+from flagcore_page.blocks import BEST, Bar, Bars, Block, Chart, Code, Collapsed, Plot, Section, Series, linear, spread
+from flagcore_page.start import log_ends
 
 MAX_LOGS = 25_000
 """About how many characters of logs a page has: those of the best, the baseline and failed trials come first."""

@@ -11,10 +11,26 @@ from pathlib import Path
 
 import pytest
 from flagcore_page import page
-from flagcore_page.blocks import Chart, Code, Collapsed, Page, Section, render
-from flagcore_page.charts import BEST, OTHER, Bar, Bars, Plot, Series, Stack, Stacks, linear, spread
+from flagcore_page.blocks import (
+    BEST,
+    OTHER,
+    Bar,
+    Bars,
+    Chart,
+    Code,
+    Collapsed,
+    Page,
+    Plot,
+    Section,
+    Series,
+    Stack,
+    Stacks,
+    linear,
+    render,
+    spread,
+)
 from flagcore_page.resources import pipeline
-from flagcore_page.run_files import log_ends, tail
+from flagcore_page.start import log_ends, tail
 
 from extras.page.tests.conftest import HOSTILE, KINDS, Made, Runs
 from flagcore import api

@@ -1,5 +1,7 @@
 """Starts a candidate with a user's own command: as a trial without side effects, or as the real job.
 
+Also with the command of a fine-tuning framework that trains with Megatron-LM, such as ms-swift.
+
 For a spec without a command, it builds the launch of Megatron-LM that `best.sh` runs.
 """
 
@@ -15,7 +17,10 @@ from typing import Any
 from flagcore_importers.shell import SHELLS
 from flagcore_models.layers import attention_counts, indexer_of, latent_layers, other_mixers, without_repeats
 from flagcore_models.mixers.attention import Attention
+from flagcore_training import real_job
 from flagcore_training.commands import STARTERS, Option, UserCommand, environment, expand_command
+from flagcore_training.frameworks import RECOMPUTE, Reading, reading
+from flagcore_training.frameworks import SIZES as PARALLEL_SIZES
 
 from flagcore.contracts import Platform
 from flagcore.domain.knob import in_versions
@@ -41,9 +46,11 @@ from flagcore_megatron.program.arguments import Argument
 from flagcore_megatron.program.user_command import argument_table, readable_command, release_of, user_command
 from flagcore_megatron.space.flags import flags
 from flagcore_megatron.space.knobs import BY_NAME, SPACE_KNOBS
-from flagcore_megatron.space.meshes import SIZES
+from flagcore_megatron.space.meshes import PP, SIZES, SP
 from flagcore_megatron.space.options import is_hybrid
 from flagcore_megatron.space.rules import DIST_OPT
+from flagcore_megatron.space.split import LAYERS_PER_VIRTUAL
+from flagcore_megatron.space.stages import LAYOUT, VIRTUAL_STAGES
 
 ARGUMENTS_FILE = "arguments.json"
 """A file in a trial's folder that contains its command and the differences from the user's command."""
@@ -318,3 +325,40 @@ def _arguments_of_layers(model: Model) -> list[str]:
 
 def _flag(name: str) -> str:
     return f"--{REFERENCE['spellings'].get(name, name).replace('_', '-')}"
+
+
+MBS, DP, USES = "micro_batch_size", "data_parallel_size", "use_recompute"
+
+
+def framework_launch(spec: Spec, values: Mapping[str, KnobValue], folder: str) -> Launch:
+    """Return the launch of the framework's own command with a candidate's knob `values`, of which None is unset.
+
+    Raises LaunchError if the framework has no key for a value.
+    """
+    read, micro_batch_size = reading(spec), int(values[MBS] or 1)
+    replicas = micro_batch_size * int(values[DP] or 1)
+    return real_job.launch(
+        spec,
+        folder,
+        given=_given(spec, values),
+        own=_own(read),
+        micro_batch_size=micro_batch_size,
+        microbatches=spec.train.global_batch_size // replicas,
+    )
+
+
+def _given(spec: Spec, values: Mapping[str, KnobValue]) -> dict[str, Any]:
+    """Return the framework's settings of a candidate by name: frameworks count virtual stages, not their layers."""
+    found: dict[str, Any] = {name: values.get(name) or 1 for name in PARALLEL_SIZES}
+    has_effect = values[DP] != 1 or values.get(DIST_OPT)  # otherwise the user's own stays
+    found |= {name: bool(values.get(name)) for name in (SP, *[DIST_OPT] * bool(has_effect))}
+    found |= {name: values.get(name) if values.get(USES) else None for name in RECOMPUTE}
+    layers = int(values.get(LAYERS_PER_VIRTUAL) or 0) * int(values.get(PP) or 1)
+    return found | {VIRTUAL_STAGES: spec.model.num_layers // layers if layers else None, LAYOUT: values.get(LAYOUT)}
+
+
+def _own(read: Reading) -> dict[str, Any]:
+    """Return the settings of the command by name."""
+    found: dict[str, Any] = {name: read.size(name) for name in PARALLEL_SIZES}
+    found |= {name: read.is_on(name) for name in (DIST_OPT, SP)}
+    return found | {name: read.value(name) for name in (*RECOMPUTE, VIRTUAL_STAGES, LAYOUT)}

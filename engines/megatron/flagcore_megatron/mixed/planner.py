@@ -16,7 +16,7 @@ from flagcore.domain.space import BoolArray, FloatArray, IntArray, KnobValue
 from flagcore.domain.spec import AUTO, Task
 from flagcore.i18n import N_, _
 from flagcore_megatron.mixed import hetero
-from flagcore_megatron.mixed.equal_meshes import require_runnable
+from flagcore_megatron.mixed.hetero import require_runnable
 from flagcore_megatron.mixed.options import FEW, MeshOptions, mesh_options, node_sets, recompute_words
 from flagcore_megatron.mixed.replicas import planned_replicas
 from flagcore_megatron.mixed.rules import tied

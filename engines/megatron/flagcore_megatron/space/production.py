@@ -31,8 +31,7 @@ from flagcore_megatron.space.flags import release_problem, setting_from_text
 from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, candidate_columns, names_several_chips
 from flagcore_megatron.space.meshes import CP, EP, MESHES, PP, TP, Meshes
 from flagcore_megatron.space.options import check, is_hybrid, release, settings_in_force, words
-from flagcore_megatron.space.rules import EXPERT_OVERLAP
-from flagcore_megatron.space.setting_rules import settings_with_rules
+from flagcore_megatron.space.rules import EXPERT_OVERLAP, settings_with_rules
 from flagcore_megatron.space.split import EXPERT_TENSOR
 from flagcore_megatron.space.stages import (
     LAYOUT,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.mixed import planner
-from flagcore_megatron.mixed.equal_meshes import as_asked, hosts_of, require_runnable
+from flagcore_megatron.mixed.hetero import as_asked, hosts_of, require_runnable
 from flagcore_megatron.mixed.options import mesh_options
 from flagcore_megatron.mixed.planner import _useful
 from flagcore_megatron.space.knobs import plain_values

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.mixed import options, planner
-from flagcore_megatron.mixed.equal_meshes import require_runnable, shares
-from flagcore_megatron.mixed.hetero import mixed
+from flagcore_megatron.mixed.hetero import mixed, require_runnable, shares
 from flagcore_megatron.mixed.options import share_sizes
 from flagcore_megatron.mixed.planner import planned, with_meshes
 from flagcore_megatron.mixed.replicas import planned_replicas

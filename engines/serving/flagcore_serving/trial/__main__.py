@@ -26,7 +26,7 @@ from flagcore_serving.launch.server import TrialJob, log_name, read_job
 from flagcore_serving.load.routing import ENCODE
 from flagcore_serving.trial.answers import FILE as ANSWERS_FILE
 from flagcore_serving.trial.answers import SHARE, ask
-from flagcore_serving.trial.failures import TrialFailure, log_text, report, wait_until_quiet
+from flagcore_serving.trial.failures import TrialFailure, end_seconds, log_text, report, wait_until_quiet
 from flagcore_serving.trial.loads import LoadRunner, counters
 from flagcore_serving.trial.servers import (
     INVALID_ANSWERS,
@@ -39,7 +39,6 @@ from flagcore_serving.trial.servers import (
     start_all,
     stop_all,
 )
-from flagcore_serving.trial.time_left import end_seconds
 
 MAX_AGE_SECONDS = 120.0
 """Maximum plausible age of this process in seconds. Some containers report a wrong boot time, and thus a higher age."""

@@ -18,9 +18,8 @@ from pkgutil import resolve_name
 
 from flagcore_serving.launch.reports import ServerReports
 from flagcore_serving.launch.server import TrialJob, log_name, read_job
-from flagcore_serving.trial.failures import TrialFailure, report
+from flagcore_serving.trial.failures import TrialFailure, end_seconds, report
 from flagcore_serving.trial.servers import REPORT, Server, check_all_alive, start_all, stop_all
-from flagcore_serving.trial.time_left import end_seconds
 
 PERIOD_SECONDS = 1.0
 CHECK_SECONDS = 0.1

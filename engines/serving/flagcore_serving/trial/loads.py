@@ -23,7 +23,7 @@ from flagcore_serving.load.progress import GROWTH, MIN_RATE, RESOLUTION, Verdict
 from flagcore_serving.load.result import LoadResult, ProblemKind, Target
 from flagcore_serving.load.routing import ENCODE, PREFILL
 from flagcore_serving.load.sending import measure
-from flagcore_serving.trial.failures import TrialFailure, first_error, log_text
+from flagcore_serving.trial.failures import Limit, TrialFailure, fewest_answers, first_error, log_text
 from flagcore_serving.trial.servers import (
     EXIT_SECONDS,
     INVALID_ANSWERS,
@@ -33,7 +33,6 @@ from flagcore_serving.trial.servers import (
     check_ended,
     log,
 )
-from flagcore_serving.trial.time_left import Limit, fewest_answers
 
 STATES_BY_PROBLEM = {ProblemKind.STATUS.value: TrialState.INVALID, ProblemKind.WRONG_LENGTH.value: TrialState.INVALID}
 """The state of a trial by the kind of its first problem. The default is FAILED."""

@@ -16,10 +16,9 @@ from flagcore_serving.launch.server import Instance, TrialJob
 from flagcore_serving.load.progress import RESOLUTION
 from flagcore_serving.load.result import LoadResult, Progress
 from flagcore_serving.trial import loads
-from flagcore_serving.trial.failures import TrialFailure
+from flagcore_serving.trial.failures import Limit, TrialFailure, fewest_answers
 from flagcore_serving.trial.loads import LoadRunner
 from flagcore_serving.trial.servers import Server
-from flagcore_serving.trial.time_left import Limit, fewest_answers
 
 from flagcore.domain.trial import TrialState
 from tests.checks import given

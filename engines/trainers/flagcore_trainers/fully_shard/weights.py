@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 from flagcore_models.layers import layer_counts, layer_embeddings, layers_of
 from flagcore_training.adapters import base_bytes, beside, weights_beside
-from flagcore_training.memory.adapters import DORA_STORED
+from flagcore_training.memory.modules import DORA_STORED
 from flagcore_training.peft import Peft
 
 from flagcore.domain.model import Layer, Model, Part, Product

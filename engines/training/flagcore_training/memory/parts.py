@@ -10,9 +10,8 @@ from flagcore_models.networks.experts import Experts
 from flagcore.domain.model import Layer, Mixer, Network, Part
 from flagcore_training.layout import Layout, Tower, Training
 from flagcore_training.memory.activations import attention, ffn, mixer, mixture
-from flagcore_training.memory.adapters import frozen
 from flagcore_training.memory.modules import Layer as StoredLayer
-from flagcore_training.memory.modules import Module, Sizes
+from flagcore_training.memory.modules import Module, Sizes, frozen
 from flagcore_training.vision import tower_layout, tower_repeats, tower_training
 
 

@@ -18,7 +18,7 @@ from flagcore.physics.roofline import Curve
 from flagcore.plugins import find_engine
 from flagcore_testing import fakes
 from flagcore_testing.checks.bounds import OF_CURVES, OF_KERNELS, OF_MEMORY_MODEL, outside
-from flagcore_testing.checks.published import PEAKS
+from flagcore_testing.checks.packaging import PEAKS
 from flagcore_testing.examples import group_of, task_on
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need, once, repeated, wrong
 
