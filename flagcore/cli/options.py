@@ -337,14 +337,15 @@ model = _adding(
 """Adds `--model`, `--engine`, `--nodes`, `--devices`, which replace SPEC, and `--slo`. The command receives `spec`."""
 
 
-class _Rate(click.FloatRange):
+class Rate(click.FloatRange):
+    """`auto`, or a number in the range, which may end in `/s`."""
+
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return `auto`, or a number in the range."""
-        return value if value == "auto" else super().convert(value, param, ctx)
+        return value if value == "auto" else super().convert(str(value).removesuffix("/s"), param, ctx)
 
 
 _RATE = N_("Servers: requests per second that arrive, instead of the load of the spec; auto: the most within limits.")
-rate = click.option("--rate", type=_Rate(0, min_open=True), metavar="N", help=_RATE)
+rate = click.option("--rate", type=Rate(0, min_open=True), metavar="N", help=_RATE)
 
 
 def _with_new_file(

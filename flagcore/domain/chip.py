@@ -249,7 +249,7 @@ def similar_chips(word: str, chips: Iterable[Chip]) -> tuple[str, ...]:
         similarity = max(SequenceMatcher(None, searched, name).ratio() for name in (*names, family))
         if len(searched) > 1 and any(searched in name or name in searched for name in names if name):
             containing.append((-SequenceMatcher(None, searched, names[0]).ratio(), chip.name))
-        elif similarity >= (MIN_SIMILARITY if len(searched) > 3 else 0.66):  # one of three letters is wrong
+        elif similarity >= MIN_SIMILARITY if len(searched) > 3 else searched[:1] == family[:1] and similarity >= 0.66:
             similar.append((-similarity, chip.name))
     return tuple(name for _, name in sorted(containing or similar)[:4])
 

@@ -68,4 +68,4 @@ def load_text(point: Mapping[str, Any]) -> str:
     if "request_rate" not in point:
         return ""
     rate = point["request_rate"]
-    return _("all requests at once") if math.isinf(float(rate)) else _("{rate} requests/s", rate=rate)
+    return _("all requests at once") if math.isinf(float(rate)) else _("{rate} requests/s", rate=f"{float(rate):,.10g}")

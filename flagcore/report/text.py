@@ -31,7 +31,8 @@ def funnel_stages(counts: Counts, fidelity: str = RUN) -> Iterator[Stage]:
     The states of trials are included only if any trial ran.
     """
     yield None, _("combinations"), counts.combinations
-    yield from ((rule, _("illegal: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.illegal))
+    for rule, number in _largest_first(counts.illegal):
+        yield rule, _(NAMES["not_tried"].get(rule, N_("illegal: {rule}")), rule=_(rule)), number
     yield "", _("duplicates"), counts.merged
     yield None, _("candidates"), counts.candidates
     yield DOES_NOT_FIT, _("predicted not to fit"), counts.does_not_fit

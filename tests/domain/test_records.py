@@ -108,6 +108,12 @@ def test_chips_near_a_word_come_likeliest_first(word: str, names: tuple[str, ...
     assert similar_chips(word, CHIPS) == names
 
 
+def test_a_short_word_is_near_only_words_with_its_first_letter() -> None:
+    chips = [Chip(name="PPU-Z1", vendor="acme")]
+    assert similar_chips("cpu", chips) == ()
+    assert similar_chips("ppt", chips) == ("PPU-Z1",)
+
+
 def test_a_word_without_a_near_match_gets_all_words() -> None:
     assert unknown_chip_hint("unobtainium", CHIPS).startswith("known chips: BI-V150, X100-PCIe, X100-SXM, X200; ")
     assert unknown_chip_hint("ACME", CHIPS).endswith("one of its chips: BI-V150, X100-PCIe, X100-SXM, X200")

@@ -360,8 +360,8 @@ def changes_of_load(limits: Iterable[str], rate: float | str | None) -> dict[str
         seconds = parse_amount(words[-1], SECONDS) if words else None
         if latency is None or seconds is None or len(words) != 2 + (statistic in words):
             names = ", ".join(name.removesuffix("_s") for name in LATENCIES)
-            text = N_("--slo {limit}: expected a limit such as `p99 ttft 1s`, of {names}")
-            raise UsageError(_(text, limit=limit, names=names))
+            text = N_("--slo {limit}: expected a limit such as `p99 ttft 1s`: one of {statistics}, of {names}")
+            raise UsageError(_(text, limit=limit, statistics=", ".join(STATISTICS), names=names))
         changes[f"serve.slo.{latency}.{statistic}"] = seconds
     return changes
 

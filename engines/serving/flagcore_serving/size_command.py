@@ -65,7 +65,7 @@ def _chips(texts: Iterable[str]) -> dict[str, float | None]:
 @click.option(
     "--rate",
     "total_rate",
-    type=click.FloatRange(0, min_open=True),
+    type=options.Rate(0, min_open=True),
     help=N_("Requests per second [default: those of the spec]."),
 )
 @click.option(
@@ -98,7 +98,7 @@ def _chips(texts: Iterable[str]) -> dict[str, float | None]:
 @options.plugins
 def size_command(
     spec: Any,
-    total_rate: float | None,
+    total_rate: Any,
     day: Path | None,
     chips: tuple[str, ...],
     target: str | None,
@@ -119,8 +119,10 @@ def size_command(
     from flagcore.report.text import heading
     from flagcore_serving.sizing import manifest, sizing
 
-    if total_rate != total_rate:  # NaN is in each range
-        raise click.UsageError(_("{value} is not a number", value="--rate nan"))
+    if total_rate == "auto" or total_rate != total_rate:  # NaN is in each range
+        raise click.UsageError(_("{value} is not a number", value=f"--rate {total_rate}"))
+    if target is not None and form not in ("table", "yaml"):
+        raise click.UsageError(_("--to {target} prints YAML: leave out --format {form}", target=target, form=form))
     if run is not None and chips:
         raise click.UsageError(_("--run and --chip exclude each other: a run measured one kind of chip"))
     if spec is None and run is not None:
@@ -150,8 +152,8 @@ def _explain(found: Sizing, run: Path | None) -> None:
     best = found.best
     values = {"chip": best.chip, "devices": best.devices, "rate": found.rate, "configuration": best.configuration}
     text = ngettext(
-        "{rate:.4g} requests/s within the limits: {devices} x {chip} in {count} replica ({configuration}).",
-        "{rate:.4g} requests/s within the limits: {devices} x {chip} in {count} replicas, each with {configuration}.",
+        "{rate:,.10g} requests/s within the limits: {devices} x {chip} in {count} replica ({configuration}).",
+        "{rate:,.10g} requests/s within the limits: {devices} x {chip} in {count} replicas, each with {configuration}.",
         best.replicas,
         **values,
     )

@@ -269,6 +269,8 @@ def _cluster(start: Start, directory: str, notes: Notes) -> dict[str, Any]:
 
 TITAN = Dialect(starts="torchtitan", keys=TABLES["titan_keys"])
 DEGREES = (TP, CP, PP)
+TOKENS = TITAN.keys["micro_tokens"][0]
+"""The option of releases after 0.3 that counts the tokens of a local batch, not its samples."""
 CONFIG_FILE = "job.config_file"
 FILES_OF_MODEL = ("hf_assets_path", "tokenizer_path")
 SIZE = re.compile(r"\d+(?:\.\d+)?[bme](?![a-z])")
@@ -289,10 +291,11 @@ def _titan(words: Sequence[str], content: Mapping[str, Any]) -> Reading:
 
 
 def _of_registry(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the named configuration of torchtitan sets, by the first key of each meaning. Empty if unknown."""
+    """Return what a named configuration of torchtitan sets, and the options do not, by first keys of meanings."""
     row = TABLES["titan_registry"].get(str(options.get("config")).replace("-", "_"), ())
     names = ("seq_length", "micro_batch_size", TP, AC)
-    return {TITAN.keys[name][0]: value for name, value in zip(names, row, strict=False)}
+    given = zip(names, row, strict=False)
+    return {TITAN.keys[name][0]: value for name, value in given if not {*TITAN.keys[name]} & options.keys()}
 
 
 def _first(read: Reading, target: str) -> tuple[str, Any]:
@@ -316,6 +319,12 @@ def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: 
     _check_degrees(read, command, cluster, notes)
     sizes = [read.number(name) or 1 for name in DEGREES]
     length, micro, total = map(read.number, ("seq_length", "micro_batch_size", "global_batch_size"))
+    tokens, step_tokens = map(read.number, ("micro_tokens", "step_tokens"))
+    if tokens and length:
+        micro, total = tokens // length, step_tokens and step_tokens // length
+        if tokens % length or sizes[2] > 1:
+            text = "must be a multiple of the context length, without pipeline stages"
+            notes.report(f"--{TOKENS}", text, value=tokens, fix=f"write a multiple of {length}, without stages")
     for key, value in (("training.seq_len", length), ("training.local_batch_size", micro or total)):
         if value is None:
             fix = f"add --{key} N to the command" + ("" if file else ": its configuration is a Python function")
@@ -327,6 +336,10 @@ def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: 
     program = _titan_program(read, sizes[2], knobs if file else None, notes)
     if not file and (rows := _registry_rows(words)):
         program["knobs"] = rows
+    if tokens and length and micro:
+        values = {str(each * length): each for each in sorted({1, 2, 4, 8, 16, micro})}
+        row = {"flag": f"--{TOKENS}", "values": values, "default": str(tokens), "label": "tokens"}
+        program["knobs"] = {**program.get("knobs", {}), MICRO_BATCH: row}
     note_effects(effects_of_torchtitan(command.arguments, content), notes)
     train: dict[str, Any] = {"engine": "torchtitan", "seq_length": length, "global_batch_size": size}
     train |= {
@@ -353,9 +366,8 @@ def _titan_program(read: Reading, stages: int, knobs: Sequence[str] | None, note
 
 def _registry_rows(words: Sequence[str]) -> dict[str, Any]:
     """Return rows with the values of knobs that the registry sets, and the command does not."""
-    options = {name: value for name, value, _start, _end in placed(words)}
-    own = _of_registry(options)
-    found = {name: own.get(key) for name in (MICRO_BATCH, TP, AC) if (key := TITAN.keys[name][0]) not in options}
+    own = _of_registry({name: value for name, value, _start, _end in placed(words)})
+    found = {name: own.get(TITAN.keys[name][0]) for name in (MICRO_BATCH, TP, AC)}
     if any(each.startswith("activation-checkpoint:") for each in words):
         found.pop(AC, None)
     return {name: {"default": value} for name, value in found.items() if value not in (None, 1, "selective")}

@@ -29,6 +29,7 @@ from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard.traffic import TORCHTITAN as TORCHTITAN_PROGRAM
 from flagcore_trainers.importing import (
     CONFIG_FILE,
+    TOKENS,
     Imported,
     effects_of_torchtitan,
     lacks_graphs,
@@ -187,7 +188,10 @@ class TorchTitan(Trainer):
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         train = platform.task.spec.train
-        sizes = {"global_batch_size": train.global_batch_size, "seq_len": train.seq_length}
+        length, samples = train.seq_length, train.global_batch_size
+        sizes = {"global_batch_size": samples, "seq_len": length}
+        if self.described.knobs[fs.MBS].flag == f"--{TOKENS}":
+            sizes = {"num_tokens_per_train_step": samples * length, "max_context_length": length}
         work = (word for name, size in sizes.items() for word in (f"--training.{name}", str(size)))
         spec = replace(platform.task.spec, work=replace(train, flags=(*work, *train.flags)))
         platform = replace(platform, task=replace(platform.task, spec=spec))

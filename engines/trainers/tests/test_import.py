@@ -164,6 +164,18 @@ def test_degrees_are_compared_with_the_devices(
     assert {each.key for each in imported.notes} & {"--nnodes", "cluster.nodes", "parallelism"} == noted
 
 
+def test_torchtitan_after_0_3_counts_the_tokens_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokens, length = "--training.num_tokens_per_microbatch_per_dp_rank", "--training.max_context_length"
+    start = f"torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b {length} 4096 {tokens}"
+    data = read_command(None, [f"{start} 12288 --training.num_tokens_per_train_step 196608"]).data
+    assert (data["train"]["seq_length"], data["train"]["global_batch_size"]) == (4096, 48)
+    row = data["train"]["program"]["knobs"][MBS]
+    assert (row["flag"], row["default"], row["values"]["12288"]) == (tokens, "12288", 3)
+    with pytest.raises(SpecError, match=r"multiple of 4096"):
+        read_command(None, [f"{start} 5000"])
+
+
 def test_sizes_in_python_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     start = "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config"

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,20 @@ def test_replicas_share_their_weights_among_fewer_ranks() -> None:
     assert not TORCHTITAN.unmodelled(halves)
     broken = ([rule.name for rule in TORCHTITAN.rules(job) if rule.broken(row).any()] for job in (halves, thirds))
     assert [*broken] == [[], ["replicas"]]
+
+
+def test_tokens_of_a_batch_are_written_by_the_names_of_their_release(tmp_path: Path) -> None:
+    flag = "--training.num_tokens_per_microbatch_per_dp_rank"
+    knobs = {MBS: {"flag": flag, "values": {"4096": 1, "8192": 2}}}
+    engine, job = TORCHTITAN.with_program({"knobs": knobs}), task(engine="torchtitan", command=COMMAND)
+    values = {knob.name: knob.neutral for knob in engine.knobs} | {MBS: "8192"}
+    platform = Platform(task=job, engine=engine, costs=costs(job))
+    words = engine.launch(platform, Candidate.of(values), str(tmp_path)).argv
+    given = dict(pairwise(words))
+    work = job.spec.train
+    tokens = str(work.global_batch_size * work.seq_length)
+    assert (given[flag], given["--training.num_tokens_per_train_step"]) == ("8192", tokens)
+    assert not {"--training.local_batch_size", "--training.global_batch_size", "--training.seq_len"} & {*words}
 
 
 @pytest.mark.long

@@ -117,7 +117,7 @@ class Progress:
         if self.failed_at is not None and self.last is not None:
             lost = max(0, self.last - step + 1)
             self.repeated += lost
-            text = N_("flag: training goes on with step {step}, {seconds:.0f} s after the failure; steps lost: {lost}")
+            text = N_("flag: training continues at step {step}, {seconds:.0f} s after the failure; steps lost: {lost}")
             yield _(text, step=step, seconds=since, lost=lost)
         self.last, self.failed_at = step, None
 

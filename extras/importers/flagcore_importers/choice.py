@@ -155,7 +155,7 @@ def _fix(given: Input, found: Found) -> str:
 def _text(program: Program) -> str:
     """Return a program as one text."""
     if isinstance(program, FailedScript):
-        return f"ends with {program.reason}"
+        return program.reason
     return shlex.join((f"image {program.image}", *program.words) if program.image else program.words)
 
 

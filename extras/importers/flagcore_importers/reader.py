@@ -61,7 +61,7 @@ def convert(
         model=model,
         text=content or shlex.join(words),
         others=others(engines[name], given.starts),
-        failure=f"ends with {failure.reason}: what follows is {'not ' if first else ''}read" if failure else "",
+        failure=f"{failure.reason}: what follows is {'not ' if first else ''}read" if failure else "",
         gave_up=gave_up.problems if gave_up else (),
     )
     return conversion.spec()

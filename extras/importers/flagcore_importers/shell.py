@@ -200,7 +200,7 @@ def _run_traced(argv: Sequence[str], directory: str | None, environment: Mapping
                 pass_fds=(inherited_pipe,),
             )
         except OSError as error:
-            return str(error.strerror or error)
+            return f"cannot start: {error.strerror or error}"
         finally:
             os.close(inherited_pipe)
         try:
@@ -211,11 +211,11 @@ def _run_traced(argv: Sequence[str], directory: str | None, environment: Mapping
             with suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
         if process.wait() == 0 or not has_ended:
-            return "" if has_ended else f"it did not end in {TIMEOUT_SECONDS:g} s"
+            return "" if has_ended else f"did not end in {TIMEOUT_SECONDS:g} s"
         output.seek(max(0, output.seek(0, os.SEEK_END) - (1 << 20)))
         text = re.sub(r"\x1b\[[\d;]*m|[^\S\n]|[^\s -\uffff]", " ", output.read().decode("utf-8", errors="replace"))
         lines = re.findall(r"^(?!\+|Try ).*\S", text, re.MULTILINE)
-    return f"exit code {process.returncode}: {lines[-1] if lines else 'it printed nothing'}"
+    return f"ends with exit code {process.returncode}: {lines[-1] if lines else 'it printed nothing'}"
 
 
 def _read_record(file: Path, environment: Mapping[str, str]) -> tuple[str, Record] | None:

@@ -179,7 +179,7 @@ def test_units_and_batch_jobs_have_their_variables(reader: Reader) -> None:
 def test_a_script_that_fails_is_no_program(reader: Reader) -> None:
     programs = [*reader.programs((), "vllm serve m\necho no data\nexit 3")]
     assert [type(each) for each in programs] == [Start, FailedScript]
-    assert programs[1] == FailedScript(reason="exit code 3: no data", unset=())
+    assert programs[1] == FailedScript(reason="ends with exit code 3: no data", unset=())
 
 
 INPUTS = yaml.safe_load(Path(__file__).with_name("found_inputs.yaml").read_text())

@@ -191,7 +191,7 @@ def test_a_job_goes_on_after_its_node_is_lost(
     losing.join()
     hosts = json.loads((tmp_path / "job" / "launch.json").read_text())["hosts"]
     assert (len(hosts), lost[0] in hosts) == (2, False)
-    assert "training goes on with step" in caplog.text
+    assert "training continues at step" in caplog.text
     cluster[lost[0]] = cluster["cluster"].add_node(num_cpus=1, node_ip_address=lost[0], object_store_memory=80_000_000)
 
 

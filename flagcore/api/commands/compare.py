@@ -167,7 +167,7 @@ def _task_differences(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
     tasks: list[object] = []
     for task in (a.task, b.task):
         spec, cluster = task.spec, task.cluster
-        parts = json.loads(json.dumps({"model": asdict(spec.model), "work": asdict(spec.work)}, default=str))
+        parts = json.loads(json.dumps({"model": asdict(spec.model), spec.work.kind: asdict(spec.work)}, default=str))
         tasks.append({"chip": cluster.chips, "devices": cluster.devices, "objective": spec.objective, **parts})
     found = list(differences(tasks[0], tasks[1]))
     further = len(found) - MAX_DIFFERENCES

@@ -215,7 +215,7 @@ def test_a_users_torchrun_trains_on_hosts(
 
 KILLS, STEPS = int(os.environ.get("FLAGCORE_KILLS", "20")), 160
 """The number of ranks and hosts that are killed, and the steps of the job."""
-GOES_ON = "training goes on with step"
+GOES_ON = "training continues at step"
 
 
 def losses(output: str) -> dict[int, float]:
@@ -334,7 +334,7 @@ def test_a_job_whose_rank_hangs_goes_on_from_its_checkpoint(tmp_path: Path, monk
     done = subprocess.run(words, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "--stall" in done.stderr
-    assert "training goes on with step 9" in done.stderr, done.stderr[-3000:]
+    assert "training continues at step 9" in done.stderr, done.stderr[-3000:]
     assert [*losses(done.stdout)] == [*range(1, 17)]
     assert not [pid for pid in guard.all_processes() if str(tmp_path).encode() in command(pid)]
 
