@@ -85,7 +85,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"expert_imbalance": 1.5},
     ),
     "layer graphs": ({"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn"}, {"graphs": {"attn"}}),
-    "a graph of all": ({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}, {"graphs": WHOLE_STEP}),
+    "a graph of all": (
+        {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"},
+        {"graphs": WHOLE_STEP, "fused_experts": True},
+    ),
     "graphs of whole layers": (
         {"cuda_graph_impl": "transformer_engine"},
         {"graphs": {"attn", "mamba", "mlp", "moe_router", "moe_preprocess"}},
