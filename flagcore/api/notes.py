@@ -67,7 +67,7 @@ def _chip_notes(task: Task, group: NodeGroup) -> Iterator[str]:
         key = f"cluster.{'groups.' if task.spec.cluster.groups else ''}nic_bytes_per_second"
         yield _(text, chip=chip.name, rate=ASSUMED_NETWORK.value / 1e9, key=key)
     stored, rates = "" if precision else work.precision, chip.dense_flops_per_second
-    if stored in (*PRECISIONS, "mxfp4") and rates and RUNS_AS.get(stored, stored) not in rates:
+    if stored in PRECISIONS and rates and RUNS_AS.get(stored, stored) not in rates:
         text = N_(
             "{chip} has no {precision} units: {engine} is assumed to convert the weights in each product, which "
             "saves memory, but no compute"

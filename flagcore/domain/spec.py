@@ -29,7 +29,7 @@ from flagcore.i18n import _
 
 TOKENS_PER_SECOND_PER_DEVICE = "tokens_per_second_per_device"
 
-Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
+Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4", "mxfp4"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj", "out_proj"]
 KIND, SLOTS = "{type}", "{slots}"

@@ -20,9 +20,9 @@ from flagcore.domain.space import FloatArray, IntArray
 RUNS_AS = {"mxfp8": "fp8", "nvfp4": "fp4", "mxfp4": "fp4"}
 """Precisions whose matrix products run at the rate of another precision."""
 
-BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp8": 1.0, "mxfp8": 33 / 32, "int8": 1.0, "nvfp4": 9 / 16}
-"""Bytes per element of an operand. Other precisions have 2. Block formats include one byte of scale per 32 (mxfp8) or
-16 (nvfp4) elements. Source: the definitions of the number formats."""
+BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp8": 1.0, "int8": 1.0, "mxfp8": 33 / 32, "mxfp4": 17 / 32}
+BYTES["nvfp4"] = 9 / 16
+"""Bytes per element of an operand; others have 2. Blocks of 32 elements, or 16 (nvfp4), have a scale of a byte."""
 
 BLOCK = 128.0
 """The number of queries that a compute unit processes at a time. Source: current attention kernels."""

@@ -18,7 +18,7 @@ from flagcore.i18n import N_, _
 
 EngineArg: TypeAlias = bool | int | float | str | Sequence[bool | int | float | str | None] | None
 
-ServePrecision = Literal[Precision, "int8", "int4", "mxfp4"]
+ServePrecision = Literal[Precision, "int8", "int4"]
 """Formats of a server's weights: weights in the last three may be converted before they are multiplied."""
 
 DEFAULT_CONCURRENCY = 64

@@ -57,8 +57,8 @@ class Options:
     of layers, or `WHOLE_STEP`. The flex and hybridep `dispatcher` send a token to a rank once, for all of its
     experts there, and over the network to `linked_devices` once. `dispatch_share` is the share of the bytes of
     16-bit tokens that the experts' dispatch sends in forward, `combine_gradient_share` that of the gradients of
-    their outputs in backward. With `router_fusion`, the scores and the loss of a router are fused kernels. Without
-    `router_loss`, it has none.
+    their outputs in backward. With `fused_experts`, those in 8 or 4 bits are
+    fused kernels, with `router_fusion` the scores and the loss of a router. Without `router_loss`, it has none.
     `routing_spread` is the standard deviation of the loads of experts, relative to their mean, where a router
     balances them. With `assumed_fp8_gather`, only candidates with the distributed optimizer have fp8 weights. With
     `fsdp`, ranks share weights, gradients and optimizer states, but for those in `whole`. With
@@ -116,6 +116,7 @@ class Options:
     combine_gradient_share: float = 1.0
     linked_devices: float = np.inf
     grouped_gemm: bool = True
+    fused_experts: bool = False
     router_fusion: bool = False
     router_loss: bool = True
     expert_imbalance: float = 1.0

@@ -211,6 +211,15 @@ def test_latent_attention_and_an_unfused_router_launch_more_kernels_and_hybridep
     assert fewer < total(with_options(sparse, dispatcher="flex"), slow, expert=8.0)
 
 
+def test_fused_experts_of_narrow_formats_save_traffic_and_launches() -> None:
+    slow, sparse = costs(Curve(launch_seconds=1e-3)), replace(MOE, transformer_engine=True)
+    for precision, saves in (("bf16", False), ("mxfp8", True)):
+        train = replace(sparse, precision=precision)
+        fused = with_options(train, fused_experts=True)
+        assert (total(fused) < total(train)) is saves
+        assert (total(fused, slow) < 0.98 * total(train, slow)) is saves
+
+
 def test_a_ring_uses_one_link_of_a_full_mesh_and_ulysses_all() -> None:
     node, *others = TOPOLOGY.levels
     node = replace(node, bytes_per_second=200e9, pair_share=1 / 7)

@@ -41,7 +41,7 @@ SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", 
 """Fields of a model that have the same name as an argument of Megatron-LM."""
 PLACEHOLDER_VALUE = "???"
 """The placeholder for a value that the user must fill in."""
-PRECISIONS = {"": ("fp32",), "bf16": ("bf16",), "fp16": ("fp16",), "fp8": ("fp8", "mxfp8"), "fp4": ("nvfp4",)}
+PRECISIONS = {"": ("fp32",), "bf16": ("bf16",), "fp16": ("fp16",), "fp8": ("fp8", "mxfp8"), "fp4": ("nvfp4", "mxfp4")}
 """The precisions in a spec for each precision argument of Megatron-LM. Without such an argument, it is fp32."""
 ENVIRONMENT_LOADERS = ("conda", "mamba", "micromamba", "module", "ml", "spack")
 """Programs that change the environment. They are skipped when a script is traced."""

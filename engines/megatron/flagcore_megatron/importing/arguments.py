@@ -204,8 +204,8 @@ def _precision(flags: Flags) -> str:
         if not isinstance(value, (bool, type(None))):
             flags.source.report(flags.key(name), "must be true or false", value=value)
         precision = name if value else precision
-    if flags.get("fp4", flags.get("fp4_format")):  # e2m1, whose only recipe is NVFP4
-        return "nvfp4"
+    if flags.get("fp4", flags.get("fp4_format")):
+        return "mxfp4" if flags.get("fp4_recipe") == "mxfp4" else "nvfp4"
     fp8_format, recipe = flags.get("fp8", flags.get("fp8_format")), flags.get("fp8_recipe")
     if not fp8_format:
         return precision

@@ -47,7 +47,7 @@ from flagcore_megatron.space.stages import (
 IMPLEMENTATION = "transformer_engine"
 GRAPHS = "attn,moe_router,moe_preprocess"
 """The parts of a layer with experts that recipes launch as graphs."""
-NARROW = ("fp8", "mxfp8", "nvfp4")
+NARROW = ("fp8", "mxfp8", "nvfp4", "mxfp4")
 """Precisions below 16 bits."""
 
 
@@ -67,7 +67,7 @@ def overlaps(
         "overlap_grad_reduce": overlap_reduce,
         "overlap_param_gather": overlap_reduce and sharded,
         "grad_reduce_in_bf16": narrow_gradients,  # most of these 8-bit runs would not fit otherwise
-        "fp8_param_gather": narrow_gradients and precision != "nvfp4",
+        "fp8_param_gather": narrow_gradients and precision not in ("nvfp4", "mxfp4"),
         "moe_grouped_gemm": kind != "local",
         "tp_comm_overlap": flash and sharded and sequence_parallel and dense,
     }

@@ -85,7 +85,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"expert_imbalance": 1.5},
     ),
     "layer graphs": ({"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn"}, {"graphs": {"attn"}}),
-    "a graph of all": ({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}, {"graphs": WHOLE_STEP}),
+    "a graph of all": (
+        {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"},
+        {"graphs": WHOLE_STEP, "fused_experts": True},
+    ),
     "graphs of whole layers": (
         {"cuda_graph_impl": "transformer_engine"},
         {"graphs": {"attn", "mamba", "mlp", "moe_router", "moe_preprocess"}},
@@ -311,7 +314,7 @@ def test_settings_of_all_candidates_replace_missing_knobs() -> None:
     np.testing.assert_array_equal([layout.first_layers, layout.last_layers, layout.expert_tensor], [[1], [0], [1]])
 
 
-@pytest.mark.parametrize(("precision", "kept"), [("bf16", False), ("fp8", True), ("mxfp8", True), ("nvfp4", False)])
+@pytest.mark.parametrize(("precision", "kept"), [("bf16", False), ("fp8", True), ("mxfp8", True), ("mxfp4", False)])
 def test_published_runs_in_8_bits_keep_their_weights_in_fp8(precision: str, kept: bool) -> None:
     values = {"use_distributed_optimizer": True}
     assert published(values, precision=precision).fp8_param_gather is kept

@@ -20,9 +20,9 @@ from flagcore_training.layout import ArrayRecord, Layout, Training
 from flagcore_training.weights import ADAPTER_PARTS, EXPERT_PARTS, Parts, layer_parameters, padded_vocab
 
 LINEAR_PARTS = ("qkv_proj", "out_proj", "mixers", "ffn", "experts", "shared_experts", "mtp")
-"""Components whose matrix products run in 8 or 4 bits if the precision is fp8, mxfp8 or nvfp4."""
+"""Components whose matrix products run in 8 or 4 bits if the precision is fp8, mxfp8, nvfp4 or mxfp4."""
 
-QUANTISED_BYTES = {"fp8": 2.0, "mxfp8": 2.0 * (1 + 1 / 32), "nvfp4": 2.0 * (1 / 2 + 1 / 16)}
+QUANTISED_BYTES = {"fp8": 2.0, "mxfp8": 2.0 + 2 / 32, "nvfp4": 1.0 + 2 / 16, "mxfp4": 1.0 + 2 / 32}
 """Bytes per weight of its 8- or 4-bit copies, including the scales of blocks of 32 or 16 elements.
 
 There is one copy for each direction of a product (transformer-engine 2.9 to 2.20, `module/base.py`). A chip whose fp8

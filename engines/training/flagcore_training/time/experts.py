@@ -53,6 +53,12 @@ GROUPED_LAUNCHES = 2.0
 streams (transformer-engine 2.14 `cublaslt_gemm.cu`, multi_stream_cublas_gemm). So are those of adapters, half of their
 kernels. Counted."""
 
+FUSED_PASSES = (-1.0, 0.0)
+"""Memory passes over a tensor of the experts' width of products fused with the activation function, apart from those of
+products and casts. Of 3 and 5 passes of the function, two stay in backward, which read its inputs; its output and their
+gradients are cast where they are computed, not read again. The numbers of tokens stay on the device, and all experts
+are one kernel (transformer-engine @d0067d0d `ops/fused/grouped_mlp.py`; MXFP8 and NVFP4)."""
+
 
 _BIAS_BYTES = {2.0: (12.0, 16.0), 4.0: (28.0, 40.0)}
 """The bytes per output element, forward and backward, of the biases of experts with a grouped product, by the bytes of
@@ -78,6 +84,10 @@ def moe_block(network: Experts, train: Training, layout: Layout, costs: Costs, t
     )
     experts = (up + down) * local_experts
     activation, activation_back = activation_seconds(train, network, kernels, train.value_bytes * width * copies)
+    is_fused = options.fused_experts and train.precision in ("mxfp8", "nvfp4")
+    if is_fused:
+        tensor_bytes = train.value_bytes * width * copies
+        activation, activation_back = (each * kernels.memory_seconds(tensor_bytes) for each in FUSED_PASSES)
     router = reduce(add, (product_time(train, layout, costs, each) for each in network.routing(h)))
     norm, norm_back, residual = norm_and_residual(train, layout, costs)
     permute = kernels.memory_seconds(unit * 2.0 * latent * copies)
@@ -90,7 +100,8 @@ def moe_block(network: Experts, train: Training, layout: Layout, costs: Costs, t
     apart = router_kernels * ~is_captured(train, layout, "moe_router")
     before = PREPROCESS_SHARE * is_captured(train, layout, "moe_preprocess")
     launches = launches + KERNEL_LAUNCHES * (apart + DISPATCH_KERNELS[options.dispatcher] * (1.0 - before))
-    launches = launches + is_grouped * (GROUPED_LAUNCHES + of_adapters / 2.0) * local_experts
+    each_expert = is_grouped * (GROUPED_LAUNCHES + of_adapters / 2.0) * (not is_fused)
+    launches = launches + each_expert * local_experts
     bias = bias_back = np.zeros_like(copies)
     if network.bias and is_grouped:
         weight_bytes = 4.0 if options.dispatcher in ("flex", "hybridep") else 2.0
