@@ -12,6 +12,7 @@ from typing import TypeAlias
 import numpy as np
 from flagcore_models.layers import attention_counts
 from flagcore_training.adapters import absent_targets
+from flagcore_training.frameworks import has_tiled_loss
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
 from flagcore_training.memory.states import gathered_bytes, split_parameters, states_of, step_bytes, trained_parts
@@ -172,6 +173,7 @@ def training(task: Task, stage: int, offload: int, states: StateSection) -> Trai
         optimizer_offload_fraction=float(offload),
         overlap_grad_reduce=True,
         fused_adam=states.fused_adam,
+        tiled_loss=has_tiled_loss(task.spec),
         adapter=train.adapter,
         peft=Peft.of(task.spec.model),
         linked_devices=float(task.cluster.linked_devices),
