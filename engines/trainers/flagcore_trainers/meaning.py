@@ -17,6 +17,7 @@ import numpy as np
 from flagcore_models.layers import attention_counts, layer_counts
 from flagcore_models.mixers.attention import Attention
 from flagcore_training.adapters import absent_targets
+from flagcore_training.frameworks import has_tiled_loss
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
 from flagcore_training.memory.activations import stored_scores
@@ -93,6 +94,7 @@ def moments(train: Training, layout: Layout) -> Moments:
         fused_norm=False,
         split_tokens=layout.sequence_parallel > 0,
         gradients_wait=False,
+        tiled_loss=train.options.tiled_loss,
         adapter=train.options.adapter,
         dora_stored=PEFT_STORED,
     )
@@ -110,15 +112,18 @@ def moments(train: Training, layout: Layout) -> Moments:
     layer = stored + layer
     rows = u * model.vocab_size / layout.tensor * (train.options.adapter is None)  # frozen weights have no gradients
     table, own = rows * model.hidden_size, rows * model.num_layers * model.layer_embedding_size
-    logits = job.tokens * model.vocab_size / layout.tensor
-    at_head = stored + act.head_input + norm
+    logits, at_head = job.logits, stored + act.head_input + norm
+    loss, gradients = LOSS_BYTES * logits, u * logits + table + act.hidden
+    if job.tiled_loss:  # gradients of hidden states and head in fp32, and a tile or the same in the format of weights
+        of_tile = 4.0 * (act.hidden + table) / u
+        loss, gradients = of_tile + u * logits, of_tile + act.hidden + table
     states = states_of(train, layout, stage_parameters(train, layout, stage(model, layout, np.zeros_like(ones))))
     late = np.where(layout.microbatches > 1, 0.0, states[0].gradients + states[1].gradients)
     late = late * (not train.options.fsdp)
     return Moments(
         forward=at_head - late,
-        loss=at_head + LOSS_BYTES * logits - late,
-        head=at_head + u * logits + table + act.hidden - late,
+        loss=at_head + loss - late,
+        head=at_head + gradients - late,
         layer=layer - np.maximum(late - table, 0.0),
         end=act.hidden + np.maximum(table, own),
     )
@@ -264,6 +269,7 @@ def training(task: Task, stage: int, offload: int, states: StateSection) -> Trai
         optimizer_offload_fraction=float(offload),
         overlap_grad_reduce=True,
         fused_adam=states.fused_adam,
+        tiled_loss=has_tiled_loss(task.spec),
         adapter=train.adapter,
         peft=Peft.of(task.spec.model),
         linked_devices=float(task.cluster.linked_devices),

@@ -16,6 +16,7 @@ from flagcore_training.commands import parse
 
 from flagcore.contracts import Commands, Costs, Engine, Platform
 from flagcore.domain.engine import Unmodelled
+from flagcore.domain.knob import in_versions
 from flagcore.domain.launch import Launch, Start
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Rule
@@ -184,7 +185,18 @@ class TorchTitan(Trainer):
             fs.OFFLOAD: 0 * ones,
             fs.COMPILE: is_value(fs.COMPILE, True),
         }
-        return prediction.predict(task, given, costs, TORCHTITAN_PROGRAM)
+        program = replace(TORCHTITAN_PROGRAM, loss_parts=self._loss_parts(task.spec))
+        return prediction.predict(task, given, costs, program)
+
+    def _loss_parts(self, spec: Spec) -> float:
+        """Return the parts of the tokens of which head and loss run one after another: 8 in all models' configurations.
+
+        Source: torchtitan 0.3.0 `components/loss.py`, `ChunkedLossWrapper`. Earlier releases have whole logits.
+        """
+        words, _content = self._given(spec)
+        if option(words, CONFIG_FILE) is not None or not in_versions(">=0.3", spec.train.engine_version):
+            return 1.0
+        return float(option(words, "loss.num_chunks") or 8.0)
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         train = platform.task.spec.train

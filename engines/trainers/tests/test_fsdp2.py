@@ -240,6 +240,7 @@ SHORT = {"sequence": 128, **SINGLE}
         ({}, {"shard": 8, "checkpointing": "selective"}, {}),
         ({"untie_embeddings_and_output_weights": False}, {"shard": 4, "tensor": 2, "micro_batch": 2}, SINGLE),
         ({"untie_embeddings_and_output_weights": True}, {"shard": 2, "pipeline": 2, "state_dtype": "bf16"}, {}),
+        ({"untie_embeddings_and_output_weights": True}, {"shard": 4, "micro_batch": 4}, {"loss_parts": 8}),
         ({**UNEQUAL, "untie_embeddings_and_output_weights": True}, {"shard": 2, "pipeline": 2}, {}),
         ({"layers": WINDOWS}, {"shard": 4}, {}),
         ({**LATENT, "num_query_groups": 8}, {"shard": 4, "micro_batch": 2}, {}),

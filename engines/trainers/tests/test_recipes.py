@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from flagcore_importers.command import commands_of, read_command
 from flagcore_importers.reader import convert
 from flagcore_trainers.importing import STEPS
+from flagcore_training import frameworks
 
 from flagcore.api.inputs import open_spec
 from flagcore.domain.space import Candidate
@@ -435,3 +437,21 @@ def test_a_plan_without_a_command_is_not_exported(folder: Path) -> None:
         neutral = Candidate.of({knob.name: knob.neutral for knob in platform.engine.knobs})
         with pytest.raises(FlagError, match=problem):
             platform.engine.launch(platform, neutral, str(folder), for_real=True)
+
+
+@pytest.mark.parametrize("preset", ["fsdp2", "zero3"])
+def test_trls_loss_has_tiles_of_4096_tokens_and_32768_logits(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """trl 1.16 computes a tile again in backward, and gradients of hidden states and head in fp32 beside it."""
+    model, length = "meta-llama/Meta-Llama-3.1-8B", 32768
+    words = f"trl sft --model_name_or_path {model} --max_length {length} --accelerate_config {preset}"
+    data = read_command(None, [f"{words} --per_device_train_batch_size 1"], chip="H100-SXM").data
+    platform = open_spec(data, None, (), plan=True).problem.platform
+    engine, task = platform.engine, platform.task
+    values = {**{knob.name: knob.neutral for knob in engine.knobs}, **data["auto_tuner"]["baseline"]}
+    row = {knob.name: np.array([knob.axis(()).encode(values[knob.name])]) for knob in engine.knobs}
+    tiled = engine.predict(task, row, platform.costs)
+    monkeypatch.setitem(frameworks.TABLES["TRL"], "tiled_loss", False)
+    whole = engine.predict(task, row, platform.costs)
+    saved = float(whole.peak_allocated_bytes[0] - tiled.peak_allocated_bytes[0])
+    assert 9.0 * 128256 * length < saved < 12.0 * 128256 * length
+    assert tiled.step_time_s > whole.step_time_s

@@ -34,6 +34,12 @@ def framework_of(words: Sequence[str]) -> str | None:
     return next((name for name, row in TABLES.items() if re.search(row["starts"], " ".join(words))), None)
 
 
+def has_tiled_loss(spec: Spec) -> bool:
+    """Return whether a spec has the command of a framework whose head and loss run on tiles of the logits."""
+    name = framework_of(spec.train.command or ())
+    return name is not None and bool(TABLES[name].get("tiled_loss"))
+
+
 @cache
 def _dialect(framework: str, *, on_megatron: bool) -> Dialect:
     """Return the keys of a framework, and those of the programs that start it."""

@@ -72,7 +72,8 @@ class Options:
     layers in 16 bits, and with `wide_mtp`, multi-token prediction is in 16 bits. The products of `wide_modules` are in
     16 bits in all layers, those of `mxfp8_modules` in MXFP8; `Training.precision_of` lists the names. With
     `frees_mtp_logits`, the logits of multi-token prediction are freed before those of the model are computed. With
-    `in_place_loss`, the loss works in place on 16-bit logits. With `rope_fusion`, transformer-engine's layers rotate
+    `in_place_loss`, the loss works in place on 16-bit logits. With `tiled_loss`, backward computes the head again, on
+    tiles of its logits. With `rope_fusion`, transformer-engine's layers rotate
     queries and keys by one kernel. With `one_by_one`, other operations on the sequences of a pack run on each of them.
     """
 
@@ -128,6 +129,7 @@ class Options:
     one_by_one: bool = False
     graphs: frozenset[str] = frozenset()
     cross_entropy_fusion: bool = False
+    tiled_loss: bool = False
     in_place_loss: bool = False
     wide_layers: int = 0
     wide_mtp: bool = False

@@ -70,9 +70,9 @@ def _with_pipeline(job: MemoryInputs) -> tuple[_Sizes, IntArray]:
     u, r, n, size = job.value_bytes, job.reduce_bytes, job.ranks, job.pipeline
     table, (norm, own) = table_weights(job), root_weights(job)
     is_trained = job.adapter is None
-    act, logits = activations(job), job.tokens * job.model.vocab_size / job.tensor
+    act, logits = activations(job), job.logits
     splits, parts = job.schedule >= ZBV, np.where(job.schedule >= INTERLEAVED, 2.0, 1.0)
-    loss = (_loss_bytes(job) + u) * logits + act.head_input
+    loss = (_loss_bytes(job) + u) * logits + act.head_input + _hidden_gradients(job)
     # The first backward of a zero-bubble stage retains the loss's graph, and the gradient of logits for the second one.
     graph = (2.0 * u + (0.0 if job.compiled_loss else LOSS_BYTES / 3.0)) * logits + act.head_input
     stays = job.sends_stay & (job.schedule >= INTERLEAVED)
@@ -126,9 +126,18 @@ def _with_pipeline(job: MemoryInputs) -> tuple[_Sizes, IntArray]:
 
 def _loss_bytes(job: MemoryInputs) -> FloatArray:
     """Return the peak bytes per logit in the backward of the loss. A compiled one has logits and their gradient."""
+    if job.tiled_loss:
+        return np.full_like(job.tensor, job.value_bytes)
+    before = job.value_bytes * (job.loss_parts > 1.0)  # the logits of the part before stay
     if job.compiled_loss:
-        return np.full_like(job.tensor, 2.0 * job.value_bytes)
-    return np.where(job.tensor > 1, LOSS_BYTES + SPLIT_LOSS_BYTES, LOSS_BYTES)
+        return np.full_like(job.tensor, 2.0 * job.value_bytes + before)
+    return np.where(job.tensor > 1, LOSS_BYTES + SPLIT_LOSS_BYTES, LOSS_BYTES) + before
+
+
+def _hidden_gradients(job: MemoryInputs) -> FloatArray:
+    """Return the bytes of the head's input and of its gradient in fp32, if head and loss run in parts or tiles."""
+    is_apart = job.tiled_loss or job.loss_parts > 1.0
+    return is_apart * (4.0 + job.value_bytes) * job.model.hidden_size * job.tokens
 
 
 def _reduction(job: MemoryInputs, weights: FloatArray, ranks: FloatArray) -> FloatArray:
@@ -166,21 +175,23 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
     gathered = np.where(job.reshard, 0.0, all_layers)  # weights that stay from forward to backward
     ahead = np.where(job.reshard, last * buffer, 0.0)  # the next layer, gathered during this one
     # The buffer of the last gather stays until the next one. Without gathers in backward, this is the end of the step.
-    stale = np.where(job.reshard, 0.0, u * buffer * table * (not is_tied))
+    stale = np.where(job.reshard | (job.loss_parts > 1.0), 0.0, u * buffer * table * (not is_tied))
     early, held = early + stale, held + stale
     edge = u * (table + own + (norm if is_tied else norm / n))
     late = u * table_gradient if is_tied else 0.0  # a tied head's gradient waits for the embedding's
-    logits = job.tokens * model.vocab_size / job.tensor
-    at_head = act.stored + act.head_input + edge + gathered
+    logits, hidden_gradients, is_narrow = job.logits, _hidden_gradients(job), job.compiled_loss or job.tiled_loss
+    # The gradient of a head in parts is summed in the format of its reduction.
+    beside = hidden_gradients + r * table_gradient * (hidden_gradients > 0.0)
+    at_head = act.stored + act.head_input + edge + gathered + beside
     head_reduce = np.zeros_like(n) if is_tied else r * table_gradient
     moments = [
         early
         - stale
         + at_head
-        + (u if job.compiled_loss else LOSS_FORWARD_BYTES) * logits
+        + (u if is_narrow else LOSS_FORWARD_BYTES) * logits
         + buffer * (last if is_tied else u * table),
         early + at_head + _loss_bytes(job) * logits,
-        early + at_head + (u + (u if job.compiled_loss else 4.0)) * logits,
+        early + at_head + (u + (u if is_narrow else 4.0)) * logits,
         early + at_head + u * logits + u * table_gradient + act.hidden * job.tensor + ahead,
     ]
     # The gradient of a tensor-parallel head is computed whole, and then divided (`_fsdp_param.py`).
@@ -189,7 +200,7 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
     )
     if not is_tied:  # the head's gradients are copied into the buffer of their reduction
         moments.append(
-            early + act.stored + gathered + u * table + _reduction(job, table_gradient, n) + act.hidden + ahead
+            early + act.stored + gathered + u * table + _reduction(job, table_gradient, n) + act.hidden + ahead + beside
         )
     for layer, previous, after, passed in _moments_of_layers(job, act, head_reduce):
         one, unit = act.layers[layer], job.units[layer]

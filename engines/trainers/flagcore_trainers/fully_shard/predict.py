@@ -14,6 +14,7 @@ import numpy as np
 from flagcore_models.layers import layer_counts
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.networks.experts import Experts
+from flagcore_training.frameworks import has_tiled_loss
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
 from flagcore_training.memory.training import InUse, in_use
@@ -87,6 +88,7 @@ def memory_job(
     *,
     fused_norm: bool,
     compiled_loss: bool = False,
+    loss_parts: float = 1.0,
     sends_stay: bool = False,
     whole_gradients: bool = False,
 ) -> weights.MemoryInputs:
@@ -114,6 +116,8 @@ def memory_job(
         schedule=schedule,
         fused_norm=fused_norm,
         compiled_loss=compiled_loss,
+        loss_parts=loss_parts,
+        tiled_loss=has_tiled_loss(task.spec),
         sends_stay=sends_stay,
         whole_gradients=whole_gradients,
         adapter=task.spec.train.adapter,
@@ -162,6 +166,7 @@ def training(task: Task, *, compiled: bool, compiled_loss: bool = False, schedul
         options=Options(
             cp_comm="all_gather",
             cross_entropy_fusion=compiled_loss,
+            tiled_loss=has_tiled_loss(task.spec),
             schedule=schedule,
             attention_kernel="flash",
             gradient_fusion=False,
@@ -186,6 +191,7 @@ def _predict(
         columns,
         fused_norm=fused_norm,
         compiled_loss=fused_loss,
+        loss_parts=program.loss_parts,
         sends_stay=costs.synchronous,
         whole_gradients=program.whole_gradients,
     )

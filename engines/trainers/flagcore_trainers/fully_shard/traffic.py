@@ -45,6 +45,7 @@ class Program:
 
     `rotation`: memory passes over queries and keys of rotary embeddings without compilation, forward and backward.
     `fused_norm`: whether norms are one kernel. `compiled_loss`: whether `compile` includes the loss.
+    `loss_parts`: as in `MemoryInputs`.
     `masked`: whether context-parallel attention computes all scores and masks half of them.
     `whole_gradients`: whether ranks keep whole gradients until the last micro-batch, in which they are reduced.
     """
@@ -52,6 +53,7 @@ class Program:
     rotation: tuple[float, float]
     fused_norm: bool = True
     compiled_loss: bool = False
+    loss_parts: float = 1.0
     masked: bool = False
     whole_gradients: bool = False
 

@@ -28,6 +28,8 @@ Rows: TypeAlias = list[tuple[FloatArray | float, FloatArray | float]]
 Pair: TypeAlias = tuple[FloatArray, FloatArray]
 """Two numbers of weights: of a layer or part without routed experts, and of the routed experts of a rank."""
 
+TILE = (4096.0, 32768.0)
+"""The most tokens and entries of the vocabulary of a tile of logits (trl 1.16 `kernels/chunked_logprob.py`)."""
 MAIN_BYTES = 4.0
 """Bytes per sharded weight in fp32. A sharded gradient and each of both moments of Adam have the same format."""
 
@@ -43,6 +45,8 @@ class MemoryInputs:
     `main_bytes` of a sharded weight, of its gradient, and of each moment of Adam.
     `value_bytes`: bytes of an activation. `fused_norm`: whether norms are one kernel.
     `compiled_loss`: whether the loss is one kernel per pass, which reads and writes 16-bit logits.
+    `loss_parts`: parts of the tokens of which head and loss run one after another, with their backward.
+    `tiled_loss`: whether head and loss run on tiles of `TILE` logits at most, which backward computes again in place.
     `split_tokens`: whether tensor-parallel ranks divide the tokens between blocks.
     `gradients_wait`: whether the gradients of a layer's weights wait until all are there, to be reduced together.
     `adapter`: the adapters that are trained; the other weights are then frozen, in the format of activations.
@@ -67,6 +71,8 @@ class MemoryInputs:
     schedule: IntArray
     fused_norm: bool = True
     compiled_loss: bool = False
+    loss_parts: float = 1.0
+    tiled_loss: bool = False
     split_tokens: BoolArray | bool = True
     gradients_wait: bool = True
     whole_gradients: bool = False
@@ -74,6 +80,14 @@ class MemoryInputs:
     adapter: Adapter | None = None
     dora_stored: float = DORA_STORED
     main_bytes: FloatArray | float = MAIN_BYTES
+
+    @property
+    def logits(self) -> FloatArray:
+        """The number of logits that a tensor-parallel rank has at once."""
+        vocabulary = self.model.vocab_size / self.tensor
+        if self.tiled_loss:
+            return np.minimum(self.tokens, TILE[0]) * np.minimum(vocabulary, TILE[1])
+        return self.tokens * vocabulary / self.loss_parts
 
     @cached_property
     def peft(self) -> Peft:

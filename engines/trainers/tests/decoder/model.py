@@ -291,12 +291,12 @@ class Transformer(nn.Module):
     """A stage of a decoder: the embedding on the first one, layers, and the final norm and the head on the last one.
 
     It takes tokens, or the last stage's tensor between layers, and returns such a tensor, [batch, sequence, hidden], or
-    logits, [batch, sequence, vocabulary]. `angles`: see `rotary_angles`.
+    logits, [batch, sequence, vocabulary], or what the head takes. `angles`: see `rotary_angles`.
     """
 
     def __init__(self, model: Model, angles: torch.Tensor, *, first: bool, last: bool) -> None:
         super().__init__()
-        self.angles = angles
+        self.angles, self.skips_head = angles, False
         self.embedding = nn.Embedding(model.vocab_size, model.hidden_size) if first else None
         self.layers = nn.ModuleDict()
         self.norm = Norm(model.hidden_size) if last else None
@@ -307,7 +307,9 @@ class Transformer(nn.Module):
             hidden = self.embedding(hidden)
         for layer in self.layers.values():
             hidden = layer(hidden, self.angles)
-        return hidden if self.head is None or self.norm is None else self.head(self.norm(hidden))
+        if self.head is None or self.norm is None:
+            return hidden
+        return self.norm(hidden) if self.skips_head else self.head(self.norm(hidden))
 
 
 def rotary_angles(job: Job, positions: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -237,7 +237,7 @@ def head_time(train: Training, layout: Layout, costs: Costs) -> Block:
     launches = np.full_like(tokens, 20.0)
     gather = tp.gather * layout.sequence_parallel
     forward = Seconds.from_compute(product.forward + norm + loss, tensor=gather, launches=launches)
-    gradients = product.input_gradient + norm_back + loss_back
+    gradients = product.input_gradient + norm_back + loss_back + train.options.tiled_loss * product.forward
     backward = Seconds.from_compute(gradients, tensor=tp.backward(product), launches=launches)
     block = Block(forward, backward, product.weight_gradient, Seconds.from_compute(np.zeros_like(tokens)))
     return block * (1.0 + model.mtp_num_layers)
