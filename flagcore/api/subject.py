@@ -15,7 +15,7 @@ from flagcore.domain.space import Axis, Candidate, Columns, FloatArray, IntArray
 from flagcore.domain.trial import Trial, TrialState, is_disturbed
 from flagcore.errors import NothingFits, UsageError
 from flagcore.i18n import N_, _
-from flagcore.report.candidate_report import causes_text
+from flagcore.report.explanation import causes_text
 from flagcore.tuner.feasibility import nothing_fits_text
 from flagcore.tuner.problem import listed_last, recommended_row, rows_by_time
 from flagcore.tuner.stages.build import canonical

@@ -266,7 +266,7 @@ def runs_command() -> None:
 def runs_list(folder: Path | None, form: str) -> None:
     """List the runs in DIR [default: runs], the latest first."""
     from flagcore.api.runs import UNMEASURED
-    from flagcore.report.text import run_rows
+    from flagcore.report.run import run_rows
 
     with options.patience(_("flag: reading the runs")):
         records = api.list_runs(folder or api.RUNS) if folder or api.RUNS.exists() else []

@@ -17,8 +17,8 @@ from annotated_types import Interval
 
 from flagcore.domain.knob import Knobs
 from flagcore.domain.metrics import PER_DEVICE, PER_USER, RATES
-from flagcore.domain.space import Candidate
-from flagcore.domain.spec import Task, pareto
+from flagcore.domain.space import Candidate, pareto
+from flagcore.domain.spec import Task
 from flagcore.domain.trial import ESTIMATE, RUN, Trial, TrialState
 from flagcore.i18n import N_, Message
 

@@ -273,3 +273,15 @@ class Pruned:
             return None
         trial = int(self.trial[row])
         return self.rules[rule - 1] + (f" (trial {trial})" if trial >= 0 else "")
+
+
+def pareto(first: FloatArray, second: FloatArray) -> IntArray:
+    """Return the indices of the Pareto-optimal points, sorted by descending `first`. Both arrays have one element per
+    point.
+
+    For these points, no other point has a higher `first` and a higher `second`. Points with NaN are skipped.
+    """
+    order = np.lexsort((-second, -first))
+    order = order[~np.isnan(first[order]) & ~np.isnan(second[order])]
+    best_before = np.maximum.accumulate(np.concatenate(([-np.inf], second[order])))[:-1]
+    return order[second[order] > best_before].astype(np.int64)

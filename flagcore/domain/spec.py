@@ -12,19 +12,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
-import numpy as np
 from annotated_types import Interval
 
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.knob import Effect, Knob
-from flagcore.domain.lengths import Lengths
 from flagcore.domain.metrics import LATENCIES, RATES, STATISTICS
 from flagcore.domain.model import Model
 from flagcore.domain.secrets import secrets_in_data
-from flagcore.domain.space import FloatArray, IntArray, KnobValue
+from flagcore.domain.space import KnobValue
 from flagcore.domain.trial import FIDELITIES, RUN, Measurement
 from flagcore.domain.units import Devices, Fraction, Memory, NoLayers, OneOf, Seconds, Size, Wait
-from flagcore.domain.work import Work
+from flagcore.domain.work import Lengths, Work
 from flagcore.i18n import _
 
 TOKENS_PER_SECOND_PER_DEVICE = "tokens_per_second_per_device"
@@ -442,15 +440,3 @@ def objective_value(objective: str, seconds: float, measured: Measurement | None
         assert measured is not None
         return measured.tokens_per_second_per_device * measured.step_time_s / seconds
     return 1.0 / seconds if is_rate(objective) else seconds
-
-
-def pareto(first: FloatArray, second: FloatArray) -> IntArray:
-    """Return the indices of the Pareto-optimal points, sorted by descending `first`. Both arrays have one element per
-    point.
-
-    For these points, no other point has a higher `first` and a higher `second`. Points with NaN are skipped.
-    """
-    order = np.lexsort((-second, -first))
-    order = order[~np.isnan(first[order]) & ~np.isnan(second[order])]
-    best_before = np.maximum.accumulate(np.concatenate(([-np.inf], second[order])))[:-1]
-    return order[second[order] > best_before].astype(np.int64)

@@ -1,18 +1,28 @@
-"""Formats a prediction in detail: the model, the memory of the worst stage, and the parts of the time."""
+"""Formats a prediction in detail: model, memory of the worst stage, parts of the time; and causes of differences."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isclose
 from typing import Any
 
 from flagcore.domain.knob import Knobs
-from flagcore.domain.metrics import STATISTICS, nest_statistics
+from flagcore.domain.metrics import LATENCIES, STATISTICS, nest_statistics
 from flagcore.domain.plan import Counts
 from flagcore.domain.prediction import Labels, Prediction
 from flagcore.domain.records import GIB, read_prediction
+from flagcore.domain.spec import SERVING, objective_value
 from flagcore.domain.trial import RUN
 from flagcore.i18n import N_, _
 from flagcore.report.formats import NAMES, Notebook, hardware_text, render, shown, table, table_columns
-from flagcore.report.text import funnel, layers_text, part_name, repeats_text, settings_text, values_text
+from flagcore.report.text import (
+    funnel,
+    heading,
+    layers_text,
+    part_name,
+    repeats_text,
+    settings_text,
+    values_text,
+)
 
 HEADINGS = NAMES["component_memory"]
 TEMPORARY, FREED = N_("temporary"), N_("freed before the peak")
@@ -270,3 +280,81 @@ def notes_text(notes: Sequence[str]) -> str:
 
 def _billions(count: float) -> str:
     return f"{count / 1e9:.4f}"
+
+
+MAX_PARTS = 3
+"""The maximum number of listed parts."""
+SMALL, EXPLAINED = 0.1, 0.5
+"""The smallest listed part against a difference, relative to the largest part; and the share of a difference that a
+prediction must have, so that its parts are listed as the reason."""
+SAME_TIME = 5e-4
+"""The relative difference below which two times are shown as equal."""
+
+
+def shown_latencies(found: Prediction, limits: Iterable[str] = ()) -> dict[str, float]:
+    """Return the predicted medians of a server's latencies and the statistics of `limits`, such as `ttft_s.p50`."""
+    names = dict.fromkeys([*(f"{each}.p50" for each in LATENCIES), *limits])
+    return {name: found.figures[name] for name in names if name in found.figures}
+
+
+def figure_pairs(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """Return pairs of the values in `a` and `b` with the same name. A value that one of them lacks is 0."""
+    names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) or b.get(name)]
+    return {name: (float(a.get(name) or 0.0), float(b.get(name) or 0.0)) for name in names}
+
+
+def differences_text(time: Mapping[str, tuple[float, float]], change: float) -> str:
+    """Return the largest differences of the parts of a time in seconds, second minus first, that have the sign of
+    `change`, and those against it. Empty if there are none with its sign."""
+    sizes = sorted(((second - first, name) for name, (first, second) in time.items()), key=lambda each: -abs(each[0]))
+    along = [each for each in sizes if each[0] * change > 0.0][:MAX_PARTS]
+    against = (
+        [each for each in sizes if each[0] * change < 0.0 and abs(each[0]) >= SMALL * abs(along[0][0])] if along else []
+    )
+    texts = [", ".join(f"{name} {seconds:+.3g} s" for seconds, name in each[:MAX_PARTS]) for each in (along, against)]
+    return texts[0] + (f"; {_('the other way: {parts}', parts=texts[1])}" if against else "")
+
+
+def causes_text(
+    objective: str,
+    other: str,
+    seconds: tuple[float, float],
+    predictions: tuple[Prediction | None, Prediction | None],
+    source: str,
+    *,
+    has_rounds: bool = False,
+) -> str:
+    """Return a paragraph on where a candidate spends more or less time than another one.
+
+    `other`: the name of the other candidate. `seconds`: the step times of the other and of this candidate.
+    `predictions`: their predictions, whose parts are given if they explain EXPLAINED of the difference. `source`: how
+    `seconds` are known. With `has_rounds`, the text gives no speedup, because the report already shows the speedup over
+    the rounds of repeats.
+    """
+    before, after = seconds
+    if abs(after - before) <= SAME_TIME * before:
+        return _("It is as fast as {other} ({source}).", other=other, source=source)
+    values = seconds
+    if objective in SERVING:
+        values = (objective_value(objective, before), objective_value(objective, after))
+        text = N_("It has {value} {unit}, {change:+.1%} against the {before} of {other} ({source}).")
+        text_without_change = N_("It has {value} {unit} against the {before} of {other} ({source}).")
+        parts_of = N_("Largest predicted differences in the time of a request: {parts}.")
+    else:
+        text = N_("A step takes {value} s, {change:+.1%} against the {before} s of {other} ({source}).")
+        text_without_change = N_("A step takes {value} s against the {before} s of {other} ({source}).")
+        parts_of = N_("Largest predicted differences: {parts}.")
+    figures = {"value": shown(values[1]), "before": shown(values[0]), "change": values[1] / values[0] - 1.0}
+    names = {"unit": heading(objective), "other": other, "source": source}
+    paragraph = _(text_without_change if has_rounds else text, **figures, **names)
+    times = figure_pairs(*(each.parts_s if each else {} for each in predictions))
+    predicted_before, predicted_after = (each.step_time_s if each else None for each in predictions)
+    if predicted_before is None or predicted_after is None:
+        return paragraph
+    share = (predicted_after - predicted_before) / (after - before)
+    parts = differences_text({_(part_name(name)): pair for name, pair in times.items()}, after - before)
+    if share < EXPLAINED or not parts:
+        return paragraph
+    if not isclose(share, 1.0):
+        paragraph += " " + _("The predicted difference is {share:.0%} of that.", share=share)
+    return paragraph + " " + _(parts_of, parts=parts)

@@ -20,9 +20,9 @@ from flagcore.domain.spec import SERVING, is_rate, objective_value
 from flagcore.domain.trial import ESTIMATE, RUN, Measurement, Role, Trial, TrialState
 from flagcore.i18n import _
 from flagcore.report.blocks import Cell
-from flagcore.report.formats import NAMES, hardware_text
+from flagcore.report.formats import NAMES, hardware_text, shown
 from flagcore.report.result import Result, number, stop_reason
-from flagcore.report.text import candidate_text, heading, latency_name, state_name
+from flagcore.report.text import candidate_text, duration_text, heading, latency_name, state_name
 
 INSIGHT = "insight.json"
 WHOLE_PATH = r"(?<![\w.~-])(?:{})(?![\w-]|\.\w)"
@@ -310,3 +310,22 @@ def json_file(folder: Path, name: str) -> Record:
     except (OSError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
+
+
+def run_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Convert the values in records of runs to strings for a table, with states in the selected language and units."""
+    return [{**each, **_run_texts(each)} for each in records]
+
+
+def _run_texts(record: Mapping[str, Any]) -> dict[str, str | None]:
+    speedup, value, mark = record.get("speedup"), record.get("value"), "" if record.get("fidelity") == RUN else "~"
+    left = record.get("seconds_left")
+    low, high, unit = record.get("low"), record.get("high"), record.get("unit")
+    speedup_shown = f"{mark}{speedup or 0.0:+.1%}" if record.get("significant") else _("not significant")
+    return {
+        "state": _(record["state"]),
+        "value": None if value is None else f"{mark}{shown(value)} {unit}",
+        "range": None if low is None or low == high else f"{shown(low)} - {shown(high)}",
+        "speedup": None if speedup is None else speedup_shown,
+        "seconds_left": None if left is None else f"~{duration_text(left)}",
+    }

@@ -12,7 +12,7 @@ from flagcore.domain.spec import figure_name, objective_value, seconds
 from flagcore.domain.trial import ESTIMATE, RUN, Measurement, Trial, TrialState
 from flagcore.i18n import N_, _, ngettext
 from flagcore.report.blocks import Block, Cell, Facts, Table, Text, cell, table
-from flagcore.report.candidate_report import causes_text, differences_text, figure_pairs
+from flagcore.report.explanation import causes_text, differences_text, figure_pairs
 from flagcore.report.formats import NAMES, shown, size_text
 from flagcore.report.result import notes_of, number
 from flagcore.report.run import Record, RunData, measured_s, served

@@ -442,22 +442,3 @@ def gain_text(objective: str, gain: float) -> str:
     if is_rate(objective):
         return f"{gain:+.1%} {heading(objective)}"
     return f"{1.0 / (1.0 + gain) - 1.0:+.1%} {heading(objective).removesuffix(' s')}"
-
-
-def run_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Convert the values in records of runs to strings for a table, with states in the selected language and units."""
-    return [{**each, **_run_texts(each)} for each in records]
-
-
-def _run_texts(record: Mapping[str, Any]) -> dict[str, str | None]:
-    speedup, value, mark = record.get("speedup"), record.get("value"), "" if record.get("fidelity") == RUN else "~"
-    left = record.get("seconds_left")
-    low, high, unit = record.get("low"), record.get("high"), record.get("unit")
-    speedup_shown = f"{mark}{speedup or 0.0:+.1%}" if record.get("significant") else _("not significant")
-    return {
-        "state": _(record["state"]),
-        "value": None if value is None else f"{mark}{shown(value)} {unit}",
-        "range": None if low is None or low == high else f"{shown(low)} - {shown(high)}",
-        "speedup": None if speedup is None else speedup_shown,
-        "seconds_left": None if left is None else f"~{duration_text(left)}",
-    }

@@ -20,11 +20,10 @@ from pydantic import Field, JsonValue, create_model
 from flagcore.contracts import Engine
 from flagcore.domain.files import read_regular
 from flagcore.domain.knob import Knob
-from flagcore.domain.lengths import Lengths
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Adapter, Control, Precision, Target, TrainSpec
 from flagcore.domain.units import Text, Word
-from flagcore.domain.work import Work
+from flagcore.domain.work import Lengths, Work
 from flagcore.i18n import _
 from flagcore.spec.clusters import ClusterSection, cluster_of
 from flagcore.spec.knobs import baseline_section, candidate_of, settings_of, settings_section, space_of, space_section

@@ -12,7 +12,8 @@ import pytest
 from flagcore.domain.chip import Chip, similar_chips, slow_devices, unknown_chip_hint
 from flagcore.domain.knob import Effect, Flag, Knob
 from flagcore.domain.metrics import nest_statistics
-from flagcore.domain.spec import figure_name, is_rate, objective_value, pareto, seconds
+from flagcore.domain.space import pareto
+from flagcore.domain.spec import figure_name, is_rate, objective_value, seconds
 from flagcore.domain.steps import steps_in_time, warmup_steps
 from flagcore.domain.trial import Measurement
 from tests import tasks

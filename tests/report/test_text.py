@@ -16,8 +16,8 @@ from flagcore.domain.plan import Counts, Plan, failed_repeats
 from flagcore.domain.prediction import Labels
 from flagcore.domain.records import GIB, read_prediction
 from flagcore.domain.trial import Role, Trial, TrialState
-from flagcore.report.candidate_report import causes_text, differences_text, differs_text
-from flagcore.report.explanation import memory_parts, needs_text, prediction_text
+from flagcore.report.candidate_report import differs_text
+from flagcore.report.explanation import causes_text, differences_text, memory_parts, needs_text, prediction_text
 from flagcore.report.formats import fitted, render, table
 from flagcore.report.result import Result, TrialResult
 from flagcore.report.run import RunData

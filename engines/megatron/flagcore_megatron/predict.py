@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from flagcore.contracts import Costs
 from flagcore.domain.chip import ASSUMED_NETWORK_RANGE
 from flagcore.domain.knob import in_versions
-from flagcore.domain.lengths import PACKED
 from flagcore.domain.prediction import Labels, ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
+from flagcore.domain.work import PACKED
 from flagcore.i18n import N_
 from flagcore.spec.plain_data import package_yaml
 from flagcore_megatron.layers.fastest import fit_splits, split_layers

@@ -10,8 +10,9 @@ from flagcore.domain.model import Model
 from flagcore.i18n import _
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import read_mapping, spec_error
-from flagcore_models.config import context_of, model_of_config
+from flagcore_models.config import model_of_config
 from flagcore_models.gguf import gguf_shape, with_layers
+from flagcore_models.keys import context_of
 from flagcore_models.public import find_public, public_models, public_name, similar_models
 from flagcore_models.quantized import format_of_weights
 from flagcore_models.vision import vision_of

@@ -153,3 +153,31 @@ def section_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Return the mapping `key` of a config.json, or an empty dict if it is missing or not a mapping."""
     value = config.get(key)
     return value if isinstance(value, Mapping) else {}
+
+
+_STRETCHED = ("linear", "dynamic")
+"""Types of rope scaling whose factor must be applied to `max_position_embeddings`. Other types already include it."""
+
+
+def context_of(config: Mapping[str, Any], *, scales_yarn: bool = True) -> int | None:
+    """Return the context length of the model in a config.json, in tokens, or None if it is unknown.
+
+    Some files with yarn state the unscaled length, and files of Gemma 3 the scaled length. `scales_yarn`: whether the
+    factor of yarn is applied; transformers 5 assumes that all files state the scaled length.
+    """
+    config = section_of(config, "text_config") or config
+    length = config.get("max_position_embeddings")
+    if not isinstance(length, int) or length < 1:
+        return None
+    rope = section_of(config, "rope_scaling") or section_of(config, "rope_parameters")
+    of_kinds = [each for each in rope.values() if isinstance(each, Mapping)]  # each kind of layer has its own scaling
+    factor = next((each["factor"] for each in (rope, *of_kinds) if each.get("factor")), None)
+    if not isinstance(factor, (int, float)) or factor <= 1 or str(config.get("model_type")).startswith("gemma3"):
+        return length
+    if of_kinds:
+        return None
+    kind, original = rope.get("rope_type", rope.get("type")), length
+    if kind == "yarn" and isinstance(rope.get("original_max_position_embeddings"), int):
+        original = rope["original_max_position_embeddings"]
+    kinds = (*_STRETCHED, "yarn") if scales_yarn else _STRETCHED
+    return max(length, int(original * factor)) if kind in kinds else length

@@ -4,7 +4,6 @@ Sources: DeepSpeed 0.19 `runtime/config.py`, `runtime/zero/config.py` and `runti
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,11 +14,6 @@ import numpy as np
 from flagcore_importers.dialect import SUFFIXES
 from flagcore_models.layers import (
     attention_counts,
-    connections,
-    layer_embeddings,
-    mixer_counts,
-    product_counts,
-    without_repeats,
 )
 from flagcore_training.adapters import as_noted
 from flagcore_training.commands import parse
@@ -33,7 +27,6 @@ from flagcore.contracts import Commands, Costs, Engine, Platform, Published
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Launch, Start
-from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
@@ -43,6 +36,7 @@ from flagcore.spec.plain_data import Notes, package_yaml
 from flagcore_trainers import framework, start
 from flagcore_trainers.fully_shard import AC
 from flagcore_trainers.fully_shard.traffic import INTERVAL, with_torch_attention
+from flagcore_trainers.fully_shard.weights import small_weights
 from flagcore_trainers.importing import DEEPSPEED as DEEPSPEED_SETTINGS
 from flagcore_trainers.importing import MICRO as MICRO_FLAG
 from flagcore_trainers.importing import (
@@ -391,17 +385,6 @@ def _sizes_of_zero(spec: Spec, content: Mapping[str, Any]) -> dict[str, float]:
         elif value == "auto" and _is_filled_in(spec, content):
             found[name] = {PREFETCHED: 0.9 * hidden**2, PERSISTENT: 10.0 * hidden}.get(name, found[name])
     return found
-
-
-def small_weights(model: Model, most: float) -> int:
-    """Return the number of weights in tensors of at most `most` elements, which each rank of ZeRO 3 keeps whole."""
-    h, own = model.hidden_size, without_repeats(model)
-    sizes = [(h, 1 + connections(model)), (model.vocab_size * h, 1 + model.untie_embeddings_and_output_weights)]
-    sizes += [(mixer.other_weights, number) for mixer, number in mixer_counts(own).items()]
-    products = Counter(product_counts(own)) + Counter(layer_embeddings(model))
-    for product, number in products.items():
-        sizes += [(product.inputs * each.width, number * product.copies) for each in product.layers]
-    return sum(size * number for size, number in sizes if size <= most)
 
 
 def _one_by_one(task: Task) -> list[str]:

@@ -5,7 +5,6 @@ Sources: DeepSpeed 0.19 `launcher/runner.py` and `runtime/config.py`; the recipe
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,10 @@ from flagcore.domain.engine import UNKNOWN, Unmodelled
 from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, join_errors
-from flagcore.spec.plain_data import Notes, package_yaml, read_text
+from flagcore.spec.plain_data import Notes, package_yaml
 from flagcore_trainers import start as files
 from flagcore_trainers.fully_shard import AC, CP, PP, TP
+from flagcore_trainers.start import CONFIG_FILE, option, read_toml
 
 Imported = tuple[dict[str, Any], Sequence[ImportNote]]
 TABLES: Any = package_yaml(__package__, "importing.yaml")
@@ -34,13 +34,7 @@ SIZES = {MICRO: MICRO_KEY, STEPS: STEPS}
 """The key of DeepSpeed's configuration for each of these arguments."""
 
 
-def option(words: Sequence[str], *names: str) -> Any:
-    """Return the value of the first of the options that the command sets, written with - or _, or None."""
-    flags = [f"--{each}" for name in names for each in dict.fromkeys((name, name.replace("_", "-")))]
-    return next((value for flag in flags if (value := files.flag_value(words, flag)) is not None), None)
-
-
-def _options(words: Sequence[str]) -> dict[str, Any]:
+def options_of(words: Sequence[str]) -> dict[str, Any]:
     """Return the values of the options of a command by their names as they are written, with dashes."""
     found = ((words[start].partition("=")[0], value) for _name, value, start, _end in placed(words))
     return {name: value for name, value in found if name.startswith("--")}
@@ -174,7 +168,7 @@ def _note_unpredicted(words: Sequence[str], content: Mapping[str, Any], director
 def _of_script(words: Sequence[str]) -> Iterator[str]:
     """Yield the options of a script that no table knows."""
     read = {*TABLES["length_flags"], *TABLES["model_flags"], *TABLES["launcher_flags"], *SIZES}
-    for name in _options(words):
+    for name in options_of(words):
         switch = f"--{re.sub('^(no|disable|without)_', '', plain := name_of(name))}"
         if plain not in read and not DEEPSPEED.is_listed(plain) and not CHECKPOINTS.fullmatch(switch):
             yield name
@@ -200,7 +194,7 @@ def effects_of_deepspeed(words: Sequence[str], content: Mapping[str, Any], prefi
         for key, value in given.items()
         if not (DEEPSPEED.is_listed(key) and any(each.fullmatch(key) for each in idle))
     ]
-    options = {name: value for name, value in _options(words).items() if not DEEPSPEED.unclassed([name[2:]])}
+    options = {name: value for name, value in options_of(words).items() if not DEEPSPEED.unclassed([name[2:]])}
     return _effects(DEEPSPEED, [*found, *((name.removeprefix("--"), name, each) for name, each in options.items())])
 
 
@@ -227,7 +221,7 @@ def _effects(settings: Settings, given: Iterable[tuple[str, str, Any]]) -> list[
 
 def _turned_on(words: Sequence[str], options: re.Pattern[str]) -> Iterator[str]:
     """Yield the options of a command that match a pattern and are not turned off, as they are written."""
-    for name, value in _options(words).items():
+    for name, value in options_of(words).items():
         is_off = str(value).lower() in ("false", "0", "none", "adamw_torch", "adamw_torch_fused", "adamw_hf")
         if options.fullmatch(f"--{name_of(name)}") and not is_off:
             yield name
@@ -271,7 +265,6 @@ TITAN = Dialect(starts="torchtitan", keys=TABLES["titan_keys"])
 DEGREES = (TP, CP, PP)
 TOKENS = TITAN.keys["micro_tokens"][0]
 """The option of releases after 0.3 that counts the tokens of a local batch, not its samples."""
-CONFIG_FILE = "job.config_file"
 FILES_OF_MODEL = ("hf_assets_path", "tokenizer_path")
 SIZE = re.compile(r"\d+(?:\.\d+)?[bme](?![a-z])")
 """The parts of a name that state the number of parameters or experts, such as 30b and 128e."""
@@ -284,7 +277,7 @@ def starts_torchtitan(command: UserCommand | None) -> bool:
     return "torchtitan.train" in command.program or option(command.arguments, CONFIG_FILE) is not None
 
 
-def _titan(words: Sequence[str], content: Mapping[str, Any]) -> Reading:
+def titan(words: Sequence[str], content: Mapping[str, Any]) -> Reading:
     """Return the settings of torchtitan: those of a command over those of its file, or of its registry."""
     options = {name: value for name, value, _start, _end in placed(words)}
     return Reading(TITAN, {**_of_registry(options), **dict(flat(content)), **options}, {})
@@ -298,7 +291,7 @@ def _of_registry(options: Mapping[str, Any]) -> dict[str, Any]:
     return {TITAN.keys[name][0]: value for name, value in given if not {*TITAN.keys[name]} & options.keys()}
 
 
-def _first(read: Reading, target: str) -> tuple[str, Any]:
+def first_of(read: Reading, target: str) -> tuple[str, Any]:
     """Return the first key of a target that is set, and its value: an empty text and None without one."""
     return next(iter(read.found(target).items()), ("", None))
 
@@ -311,8 +304,8 @@ def spec_of_torchtitan(start: Start, directory: Path, model: str | None, knobs: 
         raise _no_program(words)
     file = option(words, CONFIG_FILE)
     content = read_toml(str(file), directory) if file else {}
-    read = _titan(words, content)
-    key, value = _first(read, "micro_batch_size")
+    read = titan(words, content)
+    key, value = first_of(read, "micro_batch_size")
     if key and positive(value) is None:
         notes.report(key, "is not a positive whole number", value=value, fix="correct it")
     cluster = cluster_of(command, notes, start)
@@ -356,9 +349,9 @@ def _titan_program(read: Reading, stages: int, knobs: Sequence[str] | None, note
     program: dict[str, Any] = {} if knobs is None else {"trial_args": TABLES["old_trial"]}
     if stages > 1:
         program["fixed"] = {"zero_stage": 3, PP: stages}
-        notes.note(_first(read, PP)[0], "stays as it is in all trials", "train.program")
+        notes.note(first_of(read, PP)[0], "stays as it is in all trials", "train.program")
     if knobs is not None:
-        found = {name: _first(read, name) for name in TITAN.keys if name in knobs}
+        found = {name: first_of(read, name) for name in TITAN.keys if name in knobs}
         rows = {name: _titan_row(name, *each) for name, each in found.items() if each[0]}
         program["knobs"] = {**rows, AC: rows.get(AC, {"flag": f"--{TITAN.keys[AC][0]}"})}
     return program
@@ -411,7 +404,7 @@ def _check_degrees(read: Reading, command: UserCommand, cluster: dict[str, Any],
     """
     product, is_whole = 1, True
     for target in ("replicate", "shard", *DEGREES):
-        key, value = _first(read, target)
+        key, value = first_of(read, target)
         if target == "shard" and (not key or str(value) == "-1"):
             is_whole, value = False, 1
         if (size := positive(value) if key else 1) is None:
@@ -431,38 +424,10 @@ def _check_degrees(read: Reading, command: UserCommand, cluster: dict[str, Any],
         notes.note("parallelism", text, "cluster")
 
 
-def replicas_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the key with the number of copies of the sharded weights, and the number: 1 without such a key."""
-    key, value = _first(_titan(words, content), "replicate")
-    return key, count_of(value)
-
-
-def stage_micro_batch(words: Sequence[str], content: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the key of the samples of a micro-batch of torchtitan's pipelines, and their number: by default 1."""
-    read = _titan(words, content)
-    return TITAN.keys["pipeline_micro_batch"][0], read.number("pipeline_micro_batch") or 1
-
-
-def lacks_graphs(words: Sequence[str], content: Mapping[str, Any]) -> bool:
-    """Return whether torchtitan refuses a command because of CUDA graphs, which are on since 0.3.
-
-    They support no pipelines, and of the dispatchers of experts only those without exchanges with the host. Source:
-    torchtitan 0.3.0 `trainer.py`, `_validate_cuda_graphs`.
-    """
-    given = {**dict(flat(content)), **{name_of(name): value for name, value in _options(words).items()}}
-    named = (CONFIG_FILE, "training.disable_cuda_graphs")
-    if any(name_of(each) in map(name_of, given) for each in named):
-        return False
-    if (_titan(words, content).number(PP) or 1) > 1:
-        return True
-    is_static = re.search("hybridep|minimal_async_ep", str(given.get("config")))
-    return count_of(option(words, "parallelism.expert_parallel_degree")) > 1 and not is_static
-
-
 def effects_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> list[Unmodelled]:
     """Return the effects of a file's keys and of a command's options that predictions do not include."""
     given = dict(flat(content))
-    for written, value in _options(words).items():
+    for written, value in options_of(words).items():
         if name_of(written) in TABLES["launcher_flags"]:
             continue
         section, _, key = (name := written[2:]).rpartition(".")
@@ -495,16 +460,3 @@ def _titan_names(read: Reading) -> list[str]:
     kinds = [each for each in (f"{section['name']}-{section.get('flavor')}" if "name" in section else "", own) if each]
     spelled = [re.sub(r"(?i)^(llama)-?(\d)(?:_(\d))?", r"\1-\2.\3", each).replace(".-", "-") for each in kinds]
     return [*filter(None, paths), *kinds, *spelled]
-
-
-def read_toml(file: str, directory: Path) -> dict[str, Any]:
-    """Return the content of a TOML file. Raises SpecError."""
-    text = read_text(Path(directory, file), file=file, key=f"--{CONFIG_FILE}")
-    try:
-        content: dict[str, Any] = import_module("tomllib").loads(text)
-    except ImportError:
-        raise SpecError(key=f"--{CONFIG_FILE}", value=file, problem="needs Python 3.11", fix="use it") from None
-    except ValueError as error:
-        fix = "correct it"
-        raise SpecError(key=f"--{CONFIG_FILE}", value=file, problem=f"is not valid TOML: {error}", fix=fix) from None
-    return content

@@ -30,10 +30,10 @@ from flagcore_training.time.step import step_time
 from flagcore_training.weights import parts_of_model, stage_parameters
 
 from flagcore.contracts import Costs, Plans
-from flagcore.domain.lengths import LONGEST
 from flagcore.domain.prediction import ModelPart, Predictions
 from flagcore.domain.space import Columns, FloatArray, IntArray, Rule
 from flagcore.domain.spec import Task
+from flagcore.domain.work import LONGEST
 from flagcore.i18n import N_, Message
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard import traffic

@@ -20,9 +20,9 @@ from flagcore_training.knobs import note_effects
 from flagcore_training.lengths import assumed_lengths
 
 from flagcore.domain.launch import Start
-from flagcore.domain.lengths import LONGEST, PACKED
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Adapter
+from flagcore.domain.work import LONGEST, PACKED
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import Notes

@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,25 @@ def _own_calls(tree: ast.Module) -> Iterator[int]:
 def _is_dictionary(value: ast.expr) -> bool:
     is_call = isinstance(value, ast.Call) and getattr(value.func, "id", "") == "dict"
     return isinstance(value, ast.Dict) or is_call
+
+
+CONFIG_FILE = "job.config_file"
+
+
+def read_toml(file: str, directory: Path) -> dict[str, Any]:
+    """Return the content of a TOML file. Raises SpecError."""
+    text = read_text(Path(directory, file), file=file, key=f"--{CONFIG_FILE}")
+    try:
+        content: dict[str, Any] = import_module("tomllib").loads(text)
+    except ImportError:
+        raise SpecError(key=f"--{CONFIG_FILE}", value=file, problem="needs Python 3.11", fix="use it") from None
+    except ValueError as error:
+        fix = "correct it"
+        raise SpecError(key=f"--{CONFIG_FILE}", value=file, problem=f"is not valid TOML: {error}", fix=fix) from None
+    return content
+
+
+def option(words: Sequence[str], *names: str) -> Any:
+    """Return the value of the first of the options that the command sets, written with - or _, or None."""
+    flags = [f"--{each}" for name in names for each in dict.fromkeys((name, name.replace("_", "-")))]
+    return next((value for flag in flags if (value := flag_value(words, flag)) is not None), None)

@@ -6,12 +6,15 @@ configuration. Activation checkpointing is a subcommand, so it is the last word.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flagcore_importers.dialect import flat, name_of
+from flagcore_importers.values import count_of
 from flagcore_training.commands import parse
 
 from flagcore.contracts import Commands, Costs, Engine, Platform
@@ -29,20 +32,48 @@ from flagcore_trainers import meaning, start
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard.traffic import TORCHTITAN as TORCHTITAN_PROGRAM
 from flagcore_trainers.importing import (
-    CONFIG_FILE,
+    TITAN,
     TOKENS,
     Imported,
     effects_of_torchtitan,
-    lacks_graphs,
-    option,
-    read_toml,
-    replicas_of_torchtitan,
+    first_of,
+    options_of,
     spec_of_torchtitan,
-    stage_micro_batch,
     starts_torchtitan,
+    titan,
 )
 from flagcore_trainers.meaning import ACCUMULATION
+from flagcore_trainers.start import CONFIG_FILE, option, read_toml
 from flagcore_trainers.trainer import Trainer
+
+
+def replicas_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the key with the number of copies of the sharded weights, and the number: 1 without such a key."""
+    key, value = first_of(titan(words, content), "replicate")
+    return key, count_of(value)
+
+
+def stage_micro_batch(words: Sequence[str], content: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the key of the samples of a micro-batch of torchtitan's pipelines, and their number: by default 1."""
+    read = titan(words, content)
+    return TITAN.keys["pipeline_micro_batch"][0], read.number("pipeline_micro_batch") or 1
+
+
+def lacks_graphs(words: Sequence[str], content: Mapping[str, Any]) -> bool:
+    """Return whether torchtitan refuses a command because of CUDA graphs, which are on since 0.3.
+
+    They support no pipelines, and of the dispatchers of experts only those without exchanges with the host. Source:
+    torchtitan 0.3.0 `trainer.py`, `_validate_cuda_graphs`.
+    """
+    given = {**dict(flat(content)), **{name_of(name): value for name, value in options_of(words).items()}}
+    named = (CONFIG_FILE, "training.disable_cuda_graphs")
+    if any(name_of(each) in map(name_of, given) for each in named):
+        return False
+    if (titan(words, content).number(fs.PP) or 1) > 1:
+        return True
+    is_static = re.search("hybridep|minimal_async_ep", str(given.get("config")))
+    return count_of(option(words, "parallelism.expert_parallel_degree")) > 1 and not is_static
+
 
 CHECKPOINTING = "activation-checkpoint:"
 """The start of the subcommand of activation checkpointing."""

@@ -24,10 +24,10 @@ from flagcore_trainers.trainer import COMMAND
 from flagcore_training.adapters import BASE_BYTES
 
 from engines.models.tests.examples import layer_of
-from flagcore.domain.lengths import Lengths
 from flagcore.domain.model import Mixer, Model, Product
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.spec import Adapter
+from flagcore.domain.work import Lengths
 from flagcore.spec.models import model_from
 from tests.product.tasks import DENSE, EXPERTS, costs, task
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from flagcore_trainers.fsdp2.engine import FSDP2
 from flagcore_trainers.fully_shard import AC, CP, MBS, RESHARD, SHARD, TP
-from flagcore_trainers.importing import lacks_graphs
-from flagcore_trainers.torchtitan import TORCHTITAN, TorchTitan
+from flagcore_trainers.torchtitan import TORCHTITAN, TorchTitan, lacks_graphs
 
 from flagcore.contracts import Platform
 from flagcore.domain.space import Candidate

@@ -8,10 +8,10 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from flagcore.domain.lengths import Lengths
 from flagcore.domain.model import Model, Vision
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.domain.spec import Adapter
+from flagcore.domain.work import Lengths
 from flagcore_training.peft import Peft
 from flagcore_training.splits import Splits
 

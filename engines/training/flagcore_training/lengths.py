@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.domain.lengths import LONGEST, PACKED, Lengths
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import TrainSpec
+from flagcore.domain.work import LONGEST, PACKED, Lengths
 from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import Notes
 from flagcore.spec.schema import LengthsSection, lengths_of

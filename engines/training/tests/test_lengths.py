@@ -24,7 +24,7 @@ from flagcore_training.weights import model_flops
 from engines.training.tests.simulation import DEEPSEEK_16B, layout, plain_costs, train
 from engines.training.tests.simulation import train as train_of
 from flagcore.contracts import Costs
-from flagcore.domain.lengths import Lengths
+from flagcore.domain.work import Lengths
 
 SEQUENCE = 4096
 MIXED = Lengths(values=(100, 200, 300, 400, 800, 2000))

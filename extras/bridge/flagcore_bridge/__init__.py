@@ -34,8 +34,8 @@ from flagcore_training.lengths import assumed_lengths
 
 from flagcore.contracts import ImportedSpec, Importer
 from flagcore.domain.chip import Chip, normalize_name
-from flagcore.domain.lengths import PACKED
 from flagcore.domain.spec import ImportNote
+from flagcore.domain.work import PACKED
 from flagcore.errors import SpecError, UsageError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.plain_data import Notes, package_yaml, parse_yaml, plain, read_text, spec_error

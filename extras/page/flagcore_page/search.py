@@ -10,7 +10,7 @@ from flagcore.domain.spec import is_rate, objective_value
 from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
 from flagcore.i18n import N_, _
 from flagcore.report.blocks import Cell, Facts, Text, cell, percent, table
-from flagcore.report.candidate_report import causes_text
+from flagcore.report.explanation import causes_text
 from flagcore.report.formats import NAMES, shown
 from flagcore.report.run import RunData, measured_s
 from flagcore.report.run_text import learning, trial_table

@@ -26,10 +26,8 @@ from flagcore.report.candidate_report import (
     Comparison,
     MeasuredRuns,
     Side,
-    figure_pairs,
-    shown_latencies,
 )
-from flagcore.report.explanation import memory_parts
+from flagcore.report.explanation import figure_pairs, memory_parts, shown_latencies
 from flagcore.tuner.run_folder import differences
 from flagcore.tuner.search_state import noise, significant
 

@@ -20,8 +20,8 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.metrics import PER_DEVICE
 from flagcore.domain.prediction import Predictions, idle_of
 from flagcore.domain.records import model_table, prediction_record
-from flagcore.domain.space import IntArray, Space
-from flagcore.domain.spec import AUTO, Spec, Task, pareto
+from flagcore.domain.space import IntArray, Space, pareto
+from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.errors import FlagError, NothingFits
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins

@@ -19,10 +19,10 @@ from engines.models.tests.examples import layer_of
 from flagcore.contracts import Platform
 from flagcore.domain.chip import Source
 from flagcore.domain.engine import RefusedValues, Stack
-from flagcore.domain.lengths import Lengths
 from flagcore.domain.model import Model
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import SettingValue, Spec, Task
+from flagcore.domain.work import Lengths
 from flagcore.spec.convert import parse_spec
 from flagcore.tuner.effects import effects_of
 from flagcore.tuner.stages.build import build, legality

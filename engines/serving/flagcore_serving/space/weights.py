@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from flagcore_importers.programs import strip_dashes
-from flagcore_models.config import context_of
 from flagcore_models.gguf import context_length
-from flagcore_models.keys import section_of
+from flagcore_models.keys import context_of, section_of
 from flagcore_models.layers import attention_counts, mixer_counts, weights_by_group
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.public import find_public

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from flagcore_importers import programs
 from flagcore_llamacpp.engine import ENGINE as LLAMACPP
-from flagcore_models.config import context_of
+from flagcore_models.keys import context_of
 from flagcore_models.layers import parameters
 from flagcore_serving.advice import spec_warnings
 from flagcore_serving.engine import ServingEngine

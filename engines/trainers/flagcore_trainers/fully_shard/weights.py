@@ -7,13 +7,22 @@ DTensor divides the rows or the columns of a weight, also of heads, evenly. Sour
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
-from flagcore_models.layers import layer_counts, layer_embeddings, layers_of
+from flagcore_models.layers import (
+    connections,
+    layer_counts,
+    layer_embeddings,
+    layers_of,
+    mixer_counts,
+    product_counts,
+    without_repeats,
+)
 from flagcore_training.adapters import base_bytes, beside, weights_beside
 from flagcore_training.memory.modules import DORA_STORED
 from flagcore_training.peft import Peft
@@ -253,3 +262,14 @@ def stage_weights(job: MemoryInputs) -> tuple[FloatArray, FloatArray, FloatArray
 
 def _padded(rows: Rows, ranks: FloatArray) -> FloatArray:
     return sum((np.ceil(count / ranks) * ranks * columns for count, columns in rows), np.zeros_like(ranks))
+
+
+def small_weights(model: Model, most: float) -> int:
+    """Return the number of weights in tensors of at most `most` elements, which each rank of ZeRO 3 keeps whole."""
+    h, own = model.hidden_size, without_repeats(model)
+    sizes = [(h, 1 + connections(model)), (model.vocab_size * h, 1 + model.untie_embeddings_and_output_weights)]
+    sizes += [(mixer.other_weights, number) for mixer, number in mixer_counts(own).items()]
+    products = Counter(product_counts(own)) + Counter(layer_embeddings(model))
+    for product, number in products.items():
+        sizes += [(product.inputs * each.width, number * product.copies) for each in product.layers]
+    return sum(size * number for size, number in sizes if size <= most)

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from flagcore_vendorkit.engines import all_knobs, read_quirks, read_variables
-from flagcore_vendorkit.fields import Scope, applicable
+from flagcore_vendorkit.fields import Scope
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
@@ -442,16 +442,3 @@ def _effect_problems(knob: Knob, engine: str, known: set[str]) -> Iterator[Probl
              f"the time {time:g} and saves no memory: it is never the best", DIVIDE),
             where=f"knobs.yaml: {knob.name}: {value!r} has ",
         )  # fmt: skip
-
-
-@check("return the entries of quirks.yaml there, as VendorPlugin does")
-def quirks_are_used(plugin: Subject) -> Problems:
-    need(plugin.quirks.refused or plugin.quirks.forced, "quirks.yaml refuses nothing")
-    need(not plugin.failed("flagcore_check_task"), "flagcore_check_task has no valid answer")
-    for chip, engine in plugin.pairs():
-        rules = plugin.loaded.check_task(task_on(chip, engine)).rules
-        about = (chip, engine, None, kind_of(engine))
-        refused, forced = applicable(plugin.quirks.refused, *about), applicable(plugin.quirks.forced, *about)
-        expected: tuple[ValueRule, ...] = (*refused, *forced)
-        for name in (quirk.name for quirk in expected if quirk not in rules):
-            yield f"flagcore_check_task: {chip.name} lacks {name} of quirks.yaml"

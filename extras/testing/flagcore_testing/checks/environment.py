@@ -11,6 +11,7 @@ from flagcore_vendorkit.engines import Variable, all_knobs, read_quirks, read_va
 from flagcore_vendorkit.fields import applicable
 
 from flagcore.domain.chip import Chip
+from flagcore.domain.engine import ValueRule
 from flagcore.launchers.network import placeholders
 from flagcore.plugins import find_engine, kind_of
 from flagcore_testing import fakes
@@ -24,7 +25,22 @@ from flagcore_testing.checks.detector import (
     others_files,
     words_of,
 )
+from flagcore_testing.examples import task_on
 from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need, once, repeated, wrong
+
+
+@check("return the entries of quirks.yaml there, as VendorPlugin does")
+def quirks_are_used(plugin: Subject) -> Problems:
+    need(plugin.quirks.refused or plugin.quirks.forced, "quirks.yaml refuses nothing")
+    need(not plugin.failed("flagcore_check_task"), "flagcore_check_task has no valid answer")
+    for chip, engine in plugin.pairs():
+        rules = plugin.loaded.check_task(task_on(chip, engine)).rules
+        about = (chip, engine, None, kind_of(engine))
+        refused, forced = applicable(plugin.quirks.refused, *about), applicable(plugin.quirks.forced, *about)
+        expected: tuple[ValueRule, ...] = (*refused, *forced)
+        for name in (quirk.name for quirk in expected if quirk not in rules):
+            yield f"flagcore_check_task: {chip.name} lacks {name} of quirks.yaml"
+
 
 COLLECTIVES = re.compile(r"^[A-Z]{1,3}CL_")
 """The beginning of variables of collective libraries, most of which have the same names after it."""
