@@ -345,10 +345,10 @@ def expected_seconds(
     if not known or not math.isfinite(planned_s):
         return None, ""
     factor, mean, low, high = (CHOSEN[has_experts][0], *(each * planned_s for each in CHOSEN[has_experts]))
-    text = N_("Expected: ~{mean} s/step (80%: {low} to {high}), {factor} times the predicted ~{planned}, as {runs}.")
+    text = N_("Expected: ~{mean} s/step (80% of plans: {low} to {high}), {ratio}x the predicted ~{planned}, as {runs}.")
     runs = _("published runs took") if here else _("published runs on other chips took")
     figures = {"mean": f"{mean:.4g}", "low": f"{low:.4g}", "high": f"{high:.4g}", "planned": f"{planned_s:.4g}"}
-    return (mean, low, high), _(text, factor=f"{factor:.2f}", runs=runs, **figures)
+    return (mean, low, high), _(text, ratio=f"{factor:.2f}", runs=runs, **figures)
 
 
 def published_runs(problem: Problem, loaded: LoadedPlugins, limit: int | None = NEAREST) -> tuple[PublishedRun, ...]:

@@ -176,7 +176,7 @@ def report_command(run: Path, output: str | None, without: tuple[str, ...]) -> N
     if output:
         options.write_file(Path(output), text)
     else:
-        write(run / api.REPORT, text)
+        write(run / api.REPORT, text, fix=_("use -o for another file"))
     options.show(output or str(run / api.REPORT), "path")
 
 

@@ -100,9 +100,9 @@ def writable(path: Path, fix: str = "") -> Iterator[None]:
         raise RunError(_("{file} cannot be written: {why}; {fix}", file=path, why=reason, fix=fix)) from None
 
 
-def write(file: Path, text: str, *, private: bool = False) -> None:
-    """Write a text file of a run atomically. Raises RunError if it cannot be written."""
-    with writable(file):
+def write(file: Path, text: str, *, private: bool = False, fix: str = "") -> None:
+    """Write a text file of a run atomically. Raises RunError, with the advice `fix`, if it cannot be written."""
+    with writable(file, fix):
         replace(file, text, private=private)
 
 

@@ -84,6 +84,7 @@ class CandidateReport(Notebook):
     - `believed`: the prediction corrected by trials.
     - `trials`: the trials of the candidate.
     - `known_s`: the step time as measured, else believed, else predicted.
+    - `known_by`: in words, how this time and those of `changes` are known.
     - `changes`: up to three other candidates: `allowed` is the nearest valid one, `faster` a faster one nearby, and
       `fastest` the fastest of all that a plan proposes. Each has `differs`, `candidate`, `predicted`, `known_s`,
       `trial` and `measured`.
@@ -109,6 +110,7 @@ class CandidateReport(Notebook):
     published: Prediction | None = field(default=None, metadata=IF_KNOWN)
     believed: Belief | None = None
     known_s: float | None = None
+    known_by: str = ""
     trials: tuple[Mapping[str, Any], ...] = ()
     changes: Mapping[str, Alternative] = field(default_factory=dict)
     causes: str = ""
@@ -175,7 +177,7 @@ def _predicted(report: CandidateReport) -> Iterator[str]:
     if step_s is None:
         yield _("Predicted: {value}", value=f"{used}; {predicted.reason or _('time unknown')}")
     elif bounds := predicted.objective or predicted.step:
-        interval = _("(80%: {low} to {high})", low=shown(bounds.low), high=shown(bounds.high))
+        interval = _("(80% of predictions: {low} to {high})", low=shown(bounds.low), high=shown(bounds.high))
         yield _("Predicted: {value}", value=f"~{seconds_text(report.objective, step_s)} {interval}, {used}")
     yield from (f"  {line}" for line in _parts(predicted, report.limits))
     if report.believed is not None:
@@ -221,7 +223,7 @@ def _changes(report: CandidateReport) -> Iterator[str]:
     elif known_s is not None and not changes.keys() & {"faster", "fastest"}:
         yield _("No allowed candidate is expected to be faster.")
     if changes:
-        yield _("Possible changes:")
+        yield _("Possible changes (times are {known_by}):", known_by=report.known_by)
     for kind, change in changes.items():
         trial = "" if change.trial is None else f", {_('trial')} {change.trial}"
         used = f"~{change.predicted.device_used_bytes / GIB:.3g} GiB{trial}"

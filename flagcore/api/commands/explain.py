@@ -12,7 +12,7 @@ from flagcore.api.commands.estimate import knob_record, plugin_notes
 from flagcore.api.inputs import SpecLike, changed_spec, read_spec
 from flagcore.api.jobs import expected_seconds, predicted_like, published_job
 from flagcore.api.runs import Snapshot, all_trials, load_snapshot, no_best_error
-from flagcore.api.subject import Subject, best_of
+from flagcore.api.subject import Subject, best_of, expected_text
 from flagcore.domain.plan import failed_repeats
 from flagcore.domain.prediction import Prediction
 from flagcore.domain.space import DOES_NOT_FIT, Candidate
@@ -302,6 +302,7 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
         objective=snapshot.task.spec.objective,
         requested=subject.requested.as_dict() if is_equivalent else None,
         known_s=subject.known_s,
+        known_by=expected_text((subject, *(Subject.of_row(snapshot, row) for row in changes.values()))),
         trials=tuple(TrialResult.write(trial) for trial in subject.trials),
         changes={kind: _change(subject, row) for kind, row in changes.items()},
         causes=subject.causes,

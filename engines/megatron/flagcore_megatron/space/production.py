@@ -28,7 +28,7 @@ from flagcore.i18n import _
 from flagcore.spec.plain_data import package_yaml
 from flagcore_megatron.program.user_command import implementation_of_command
 from flagcore_megatron.space.flags import release_problem, setting_from_text
-from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, candidate_columns, names_several_chips
+from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, candidate_columns
 from flagcore_megatron.space.meshes import CP, EP, MESHES, PP, TP, Meshes
 from flagcore_megatron.space.options import check, is_hybrid, release, settings_in_force, words
 from flagcore_megatron.space.rules import EXPERT_OVERLAP, settings_with_rules
@@ -163,17 +163,16 @@ def unusual(task: Task, columns: Columns, predictions: Predictions) -> FloatArra
 
     These are tensor parallelism over several nodes, which counts twice, and fewer than USUAL_TOKENS tokens per
     context-parallel rank, which counts 5 times: no published run checks such predictions, and 10% is the mean error of
-    those of runs that no fit has used. Each kind of model parallelism counts TIE. A data split counts infinitely,
-    unless flagcore's trial program, the only one that starts it, can run on all hosts.
+    those of runs that no fit has used. Each kind of model parallelism counts TIE. A data split counts infinitely: only
+    flagcore's trial program starts it.
     """
     table, code = Meshes.from_task(task), columns.get(MESHES, np.array(0))
-    meshes, has_program = table.codes, task.spec.train.command is None and not names_several_chips(task.spec)
-    has_no_program = table.splits_data[code] & (not has_program)
+    meshes = table.codes
     sizes = np.stack([np.maximum(columns[name], meshes[name][code].max(axis=-1)) for name in (TP, CP, PP, EP)])
     is_short = (sizes[1] > 1) & (sizes[1] * USUAL_TOKENS > task.spec.train.seq_length)
     spans_nodes = sizes[0] > task.cluster.linked_devices
     weight = 5.0 * is_short + 2.0 * spans_nodes + TIE * (sizes > 1).sum(axis=0)
-    return np.asarray(np.where(has_no_program, np.inf, weight))
+    return np.asarray(np.where(table.splits_data[code], np.inf, weight))
 
 
 USUAL_TOKENS, LONG_TOKENS = 4096, 8192

@@ -159,9 +159,8 @@ def test_only_the_trial_program_runs_data_splits(tmp_path: Path) -> None:
     same = replace(
         job.spec, cluster=replace(cluster, groups=tuple(replace(each, chip="fast") for each in cluster.groups))
     )
-    for each, is_refused in ((job.spec, True), (same, False), (replace(same, work=command), True)):
-        weights = ENGINE.plans.unusual(replace(job, spec=each), space.columns(), predictions)
-        assert np.isinf(weights).any() == is_refused
+    for each in (job.spec, same, replace(same, work=command)):
+        assert np.isinf(ENGINE.plans.unusual(replace(job, spec=each), space.columns(), predictions)).any()
     values = {**dict.fromkeys(SIZES.values(), 1), "micro_batch_size": 1, MESHES: UNEVEN}
     with pytest.raises(LaunchError, match=r"replicas_release.*give the number of a candidate"):
         ENGINE.launch(tasks.platform(job, costs=pair()), Candidate.of(values), str(tmp_path), for_real=True)
