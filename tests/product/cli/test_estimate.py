@@ -287,6 +287,13 @@ def test_indivisible_layers_of_a_record_are_reported_with_the_assumed_split(answ
     assert "virtual_pipeline_model_parallel_size = 9" in wrong["reason"]
 
 
+def test_an_assumed_dispatcher_of_experts_over_several_nodes_is_reported(answered: Answer) -> None:
+    wide = {"cluster": {"devices_per_node": 4}, "train": {"notes": ""}}
+    named, assumed = answered(job(cluster=wide["cluster"]), job(**wide, id="assumed"))
+    assert "warnings" not in named
+    assert "moe_token_dispatcher_type = flex is assumed" in assumed["warnings"][0]
+
+
 @pytest.mark.parametrize(
     ("cluster", "words"),
     [

@@ -336,11 +336,17 @@ def job_warnings(
         lines.append("sequence_parallel = True does nothing: tensor_model_parallel_size is 1")
     unused = [key for key in RECOMPUTE_KNOBS if values.get(key) is not None] if recompute_is_off else []
     lines += [f"{key} = {values[key]!r} does nothing: use_recompute is False" for key in unused]
-    split_settings = {key: str(task.spec.train.settings.get(key) or "") for key in (LAYOUT, PATTERN, EMBEDDING, LOSS)}
+    found = {key: value for key, value in task.spec.train.settings.items() if key not in {*settings, *noted}}
+    if task.spec.model.experts and found.get("moe_token_dispatcher_type") == "flex":
+        overlap = " and overlap_moe_expert_parallel_comm" if found.get("overlap_moe_expert_parallel_comm") else ""
+        lines.append(
+            f"moe_token_dispatcher_type = flex{overlap} is assumed, as recipes of experts over several nodes set it "
+            "(Megatron's own default is allgather): state what the run had"
+        )
     completed_settings = [
-        f"{key} = {_truncate(text, MAX_VALUE_LENGTH)}"
-        for key, text in split_settings.items()
-        if text and key not in {*settings, *noted}
+        f"{key} = {_truncate(str(found[key]), MAX_VALUE_LENGTH)}"
+        for key in (LAYOUT, PATTERN, EMBEDDING, LOSS)
+        if found.get(key)
     ]
     if completed_settings:
         lines.append(
