@@ -221,16 +221,14 @@ def test_programs_that_reduce_once_keep_whole_gradients(batch: int, shard: int, 
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 512, "vocab_size": 1024}
 DELTA = GatedDeltaNet(key_heads=1, value_heads=2, key_dim=256, value_dim=256)
 STATES = Mamba2(num_heads=2, head_dim=256, state_size=128, groups=1)
-HYBRID = (
-    (STATES, ""),
-    (None, "experts"),
-    ({"window": 64}, ""),
-)
+HYBRID = ((STATES, ""), (None, "experts"), ({"window": 32}, ""))
 WINDOWS = tuple(({"window": each},) for each in (128, None))
+TIED, UNTIED_TABLES = ({"untie_embeddings_and_output_weights": each} for each in (False, True))
 UNEQUAL = {"num_layers": 4, "layers": (({}, ""), ({}, ""), ({},), ({},))}
 SINGLE = {"precision": "fp32"}
 """For layouts whose tensors have values: bf16 is slow on many processors."""
 SHORT = {"sequence": 128, **SINGLE}
+"""Few tokens, because the values are computed."""
 
 
 @pytest.mark.slow
@@ -238,19 +236,15 @@ SHORT = {"sequence": 128, **SINGLE}
     ("shape", "layout", "work"),
     [
         ({}, {"shard": 8, "checkpointing": "selective"}, {}),
-        ({"untie_embeddings_and_output_weights": False}, {"shard": 4, "tensor": 2, "micro_batch": 2}, SINGLE),
-        ({"untie_embeddings_and_output_weights": True}, {"shard": 2, "pipeline": 2, "state_dtype": "bf16"}, {}),
-        ({"untie_embeddings_and_output_weights": True}, {"shard": 4, "micro_batch": 4}, {"loss_parts": 8}),
-        ({**UNEQUAL, "untie_embeddings_and_output_weights": True}, {"shard": 2, "pipeline": 2}, {}),
+        (TIED, {"shard": 4, "tensor": 2, "micro_batch": 2}, {"sequence": 512, **SINGLE}),
+        (UNTIED_TABLES, {"shard": 2, "pipeline": 2, "state_dtype": "bf16"}, {}),
+        (UNTIED_TABLES, {"shard": 4, "micro_batch": 4}, {"loss_parts": 8}),
+        ({**UNEQUAL, **UNTIED_TABLES}, {"shard": 2, "pipeline": 2}, {}),
         ({"layers": WINDOWS}, {"shard": 4}, {}),
         ({**LATENT, "num_query_groups": 8}, {"shard": 4, "micro_batch": 2}, {}),
-        ({"layers": ((DELTA,), ({},))}, {"shard": 4}, {"sequence": 256}),
-        (
-            {"layers": ((STATES,), ({},))},
-            {"shard": 2, "state_dtype": "bf16"},
-            {"sequence": 256},
-        ),
-        ({**EXPERTS, "num_layers": 3, "layers": HYBRID}, {"shard": 4, "expert": 2}, SHORT),
+        ({"layers": ((DELTA,), ({},))}, {"shard": 4}, {"sequence": 128}),
+        ({"layers": ((STATES,), ({},))}, {"shard": 2, "state_dtype": "bf16"}, {"sequence": 128}),
+        ({**EXPERTS, "num_layers": 3, "layers": HYBRID}, {"shard": 4, "expert": 2}, {"sequence": 64, **SINGLE}),
         pytest.param(EXPERTS, {"shard": 4, "checkpointing": "full"}, SHORT, marks=pytest.mark.long),
         ({"attention_output_gate": True}, {"shard": 4, "checkpointing": "full"}, SHORT),
         ({}, {"shard": 4, "checkpointing": "full"}, {"adapter": Adapter(rank=16)}),

@@ -1,7 +1,6 @@
 """What is checked on the hosts of a cluster before the first trial, and the telemetry of their devices."""
 
 import json
-import shlex
 import socket
 import subprocess
 import sys
@@ -59,27 +58,33 @@ def broken(host: str) -> list[str]:
 
 @pytest.fixture(scope="session")
 def kept_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a host answers, which takes seconds: it loads all plugins."""
-    file = tmp_path_factory.mktemp("hosts") / "report.json"
-    file.write_bytes(subprocess.run(checks.REPORT, check=True, capture_output=True).stdout)
-    return file
+    """A folder with what a host, which loads all plugins for it, answers about three paths and about none."""
+    folder = tmp_path_factory.mktemp("hosts")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    argv = (*checks.REPORT, *(str(folder / name) for name in ("model", "model/config.json", "none")))
+    found = json.loads(subprocess.run(argv, check=True, capture_output=True).stdout)
+    for name, files in (("of-paths", found["files"]), ("alone", {})):
+        (folder / name).write_text(json.dumps({**found, "files": files}))
+    return folder
 
 
 @pytest.fixture
-def reported(kept_report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let hosts answer at once."""
-    monkeypatch.setattr(checks, "REPORT", ("sh", "-c", f"cat {shlex.quote(str(kept_report))}"))
+def reported(kept_report: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let hosts answer at once, and return the file with the paths that one of them was asked for."""
+    script = f'echo "$@" > {tmp_path}/asked; cd {kept_report}; [ $# = 0 ] && cat alone || cat of-paths'
+    monkeypatch.setattr(checks, "REPORT", ("sh", "-c", script, "sh"))
+    return tmp_path / "asked"
 
 
 REPORTED = pytest.mark.together("hosts that answer at once")
 
 
-@pytest.mark.costly
-def test_hosts_answer_with_devices_and_versions(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    paths = [str(tmp_path / name) for name in ("model", "model/config.json", "none")]
+@REPORTED
+def test_hosts_answer_with_devices_and_versions(kept_report: Path, reported: Path) -> None:
+    paths = [*json.loads((kept_report / "of-paths").read_text())["files"]]
     first, second = inspect_hosts(HostsLauncher(name="shell", channel=broken), ("a", "b"), host_check(paths, None))
+    assert reported.read_text().split() == paths
     assert [len(first.files[path]) for path in paths] == [64, 64, 0]
     assert (first.problem, first.python) == ("", sys.version.split()[0])
     assert (first.versions or {})["flagcore"] == __version__

@@ -10,7 +10,6 @@ must not change.
 
 import ctypes
 import importlib
-import inspect
 import json
 import logging
 import os
@@ -74,7 +73,7 @@ def _numpy_random() -> object:
 
 
 SIGNALS = sorted(signal.valid_signals())
-_HANDLER = inspect.unwrap(signal.getsignal)
+_HANDLER = importlib.import_module("_signal").getsignal
 """Without an Enum per signal, for each hook of each chip."""
 PARTS: Mapping[str, Callable[[], object]] = {
     "environment": lambda: dict(os.environ),

@@ -66,6 +66,7 @@ SERVER = {
     "model": LLAMA_8B,
     "cluster": {"chip": "H100-SXM", "devices_per_node": 8},
     "serve": {"engine": "vllm", "profile": {"input_len": 2048, "output_len": 128, "concurrency": 64}},
+    "auto_tuner": {"space": {"instances": "auto", "tensor_model_parallel_size": "auto", "max_num_seqs": [16, 64]}},
 }
 
 
@@ -168,6 +169,7 @@ def test_a_rule_that_removes_what_fits_is_named() -> None:
     assert "GiB" not in message
 
 
+UNSPLIT = {"num_layers_per_virtual_pipeline_stage": None}
 EXPERT_LAYERS = {"num_moe_experts": 8, "moe_ffn_hidden_size": 3584, "moe_router_topk": 2, "moe_first_dense_layers": 1}
 
 
@@ -175,8 +177,8 @@ EXPERT_LAYERS = {"num_moe_experts": 8, "moe_ffn_hidden_size": 3584, "moe_router_
     ("layers", "compared"),
     [
         ({}, {}),
-        (EXPERT_LAYERS, {"expert_tensor_parallel_size": [None, 1]}),
-        ({**EXPERT_LAYERS, "mtp_num_layers": 1}, {}),
+        (EXPERT_LAYERS, {"expert_tensor_parallel_size": [None, 1], **UNSPLIT}),
+        ({**EXPERT_LAYERS, "mtp_num_layers": 1}, UNSPLIT),
     ],
     ids=["dense", "experts, a compared setting", "multi-token prediction"],
 )
@@ -191,7 +193,7 @@ def test_bounds_hold_and_keep_the_first_layouts(
     monkeypatch.setattr(build_module, "BOUND_ROWS", 10**9)
     whole, problem = api.estimate(data, distinct=True), load_snapshot(data, None, ()).problem
     predictions = problem.predictions
-    if not compared:
+    if "expert_tensor_parallel_size" not in compared:
         known, arguments = (predictions.share_in_use, predictions.step_time_s), (problem.space.columns(), problem.costs)
         bounds = given(problem.engine.bounds)
         for bound, predicted in zip((bounds.share, bounds.seconds), known, strict=True):
