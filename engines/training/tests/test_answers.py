@@ -3,8 +3,7 @@
 from typing import Any
 
 import pytest
-from flagcore_training.answers import Record, compared
-from flagcore_training.reading import warmup_of_fewer
+from flagcore_training.reading import Record, compared, warmup_of_fewer
 
 from flagcore import plugins
 from flagcore.domain.knob import ANSWERS
