@@ -11,9 +11,8 @@ import numpy as np
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.launch.server import Instance, address
 from flagcore_serving.space import knobs
-from flagcore_serving.space.flags import as_words
 from flagcore_serving.space.hardware import DP, EP, TP, Hardware, count
-from flagcore_serving.space.knobs import EAGER, or_default
+from flagcore_serving.space.knobs import EAGER, as_words, or_default
 from flagcore_serving.space.program import Program
 from flagcore_serving.space.rules import context_rules, forbidden, rule, split_rules
 from flagcore_serving.space.settings import GRAPH_TOKENS, Settings

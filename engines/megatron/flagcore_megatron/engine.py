@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 from flagcore_models.layers import attention_counts
 from flagcore_training.adapters import absent_targets
-from flagcore_training.answers import compared
 from flagcore_training.frameworks import kept_framework
 from flagcore_training.lengths import cut_warnings
-from flagcore_training.reading import FAILURES
+from flagcore_training.reading import FAILURES, compared
 
 from flagcore.contracts import Bounds, Commands, Costs, Engine, Plans, Platform, PruningRule, Published, Steps
 from flagcore.domain.engine import Unmodelled

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flagcore_training.answers import Record, program_record
 from flagcore_training.reading import (
     MAX_MIB,
     LogFiles,
+    Record,
     finite_number,
     measurement,
     program_progress,
+    program_record,
     read_program,
     warmup_of_fewer,
 )

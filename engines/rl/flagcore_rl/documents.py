@@ -1,4 +1,4 @@
-"""The pydantic models of a spec file for reinforcement learning, one class per section."""
+"""The pydantic models of a spec file for reinforcement learning, one class per section, and of job records."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -11,7 +11,8 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.spec import Precision
 from flagcore.domain.units import Size, Text, Word
 from flagcore.spec import schema
-from flagcore.spec.knobs import baseline_section, candidate_of, space_of, space_section
+from flagcore.spec.jobs import AnyRecord, ReadRecord, reject_misplaced_keys
+from flagcore.spec.knobs import baseline_section, candidate_of, candidate_section, space_of, space_section
 from flagcore.spec.models import ModelInput
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.schema import (
@@ -24,7 +25,7 @@ from flagcore.spec.schema import (
     command_of,
     with_fields,
 )
-from flagcore.spec.validate import Context, Folder, RecordSection, Section, keys_of_record, rule
+from flagcore.spec.validate import Context, Folder, RecordSection, Section, checked, keys_of_record, rule
 from flagcore_rl.job import SPREAD, Lengths, RlSpec, RolloutRole, TrainerRole
 
 Scalar = bool | int | float | Text | None
@@ -206,3 +207,31 @@ DEFAULTS: Mapping[str, Any] = {
 """The values that a new spec needs, with their defaults."""
 PARTS: Mapping[str, type[Section]] = {"rl": RlSection}
 """The sections of a new spec. The last one has the values in DEFAULTS."""
+
+
+class _Rl(RlJob):
+    engine_version: Word | None = None
+    notes: Any = None
+    source: Any = None
+
+
+def _rl_of(job: _Rl, _context: Context) -> RlSpec:
+    return work_of(job, engine_version=job.engine_version)
+
+
+class Record(AnyRecord):
+    """A record of reinforcement learning."""
+
+    rl: Annotated[_Rl, rule(_rl_of)]
+    candidate: dict[str, Any]
+
+
+def read_record(
+    line: Mapping[str, object], data: dict[str, Any], _section: Mapping[str, Any], knobs: tuple[Knob, ...]
+) -> ReadRecord:
+    """Return the validated record of a line, and the fields of its `JobRecord`. Raises SpecError."""
+    reject_misplaced_keys(line, Record, dict.fromkeys((knob.name for knob in knobs), "candidate"))
+    record = checked(Record, data)
+    section = candidate_section(knobs)
+    candidate = candidate_of(checked(section, record.candidate), knobs, settings=False)
+    return record, {"work": record.rl, "candidate": candidate}

@@ -18,9 +18,8 @@ from flagcore_serving.load.routing import DECODE as DECODES
 from flagcore_serving.load.routing import ENCODE as ENCODES
 from flagcore_serving.load.routing import PREFILL as PREFILLS
 from flagcore_serving.space import adapters, knobs
-from flagcore_serving.space.flags import as_words
 from flagcore_serving.space.hardware import DP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, count
-from flagcore_serving.space.knobs import DRAFTED, SPECULATION, TRANSFER
+from flagcore_serving.space.knobs import DRAFTED, SPECULATION, TRANSFER, as_words
 from flagcore_serving.space.roles import language, roles
 
 from flagcore.domain.knob import in_versions

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 from flagcore_importers.dialect import read_config
 from flagcore_importers.programs import check_version, find_program, package_version, unknown_release
-from flagcore_training.answers import Record, compared
 from flagcore_training.commands import environment, unknown_placeholders
 from flagcore_training.lengths import cut_warnings
-from flagcore_training.reading import FAILURES, measurement, warmup_of_fewer
+from flagcore_training.reading import FAILURES, Record, compared, measurement, warmup_of_fewer
 from flagcore_training.real_job import changed, of_each_host, write_config
 from flagcore_vendorkit.metrics import NoMetrics
 

@@ -4,6 +4,6 @@ SDK = (
     *("adapters", "layout", "kinds", "splits", "stages", "weights", "schedules", "critical_path", "commands", "knobs"),
     *("memory.activations", "memory.modules", "memory.states", "memory.training", "time.optimizer", "time.pace"),
     *("time.passes", "time.pipeline", "time.stage", "time.step", "lengths", "reading", "start", "microbench.kernels"),
-    *("trial", "peft", "answers", "frameworks", "real_job"),
+    *("trial", "peft", "frameworks", "real_job"),
 )
 """The modules that other distributions may import. `trial` is a package."""

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from flagcore_training.answers import Record, compared
 from flagcore_training.knobs import AUTOS, RuleTable
-from flagcore_training.reading import warmup_of_fewer
+from flagcore_training.reading import Record, compared, warmup_of_fewer
 
 from flagcore import plugins
 from flagcore.domain.knob import ANSWERS

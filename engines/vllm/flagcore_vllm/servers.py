@@ -19,9 +19,8 @@ from flagcore_serving.launch.server import (
 )
 from flagcore_serving.load import routing
 from flagcore_serving.space import adapters, knobs
-from flagcore_serving.space.flags import as_words
 from flagcore_serving.space.hardware import EP, INSTANCES, PREFILL_DECODE, TP, Hardware, count
-from flagcore_serving.space.knobs import BACKEND, PREFIX, SPECULATION, TRANSFER
+from flagcore_serving.space.knobs import BACKEND, PREFIX, SPECULATION, TRANSFER, as_words
 from flagcore_serving.space.roles import roles
 
 from flagcore.domain.launch import PORT

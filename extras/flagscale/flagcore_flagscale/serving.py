@@ -12,9 +12,8 @@ from typing import Any
 
 from flagcore_importers.dialect import flat
 from flagcore_megatron.importing.arguments import flag_name
-from flagcore_serving.space.flags import LENGTHS, parse_length
 from flagcore_serving.space.hardware import PP, PREFILL_DECODE, TP
-from flagcore_serving.space.knobs import LAYOUT, TRANSFER
+from flagcore_serving.space.knobs import LAYOUT, LENGTHS, TRANSFER, parse_length
 
 from flagcore.errors import SpecError, join_errors
 from flagcore_flagscale import compose

@@ -15,12 +15,11 @@ import yaml
 from flagcore.domain.launch import Start
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import _
-from flagcore_importers.batch import SLURM, batch_job, slurm_options, step_job
+from flagcore_importers.batch import SLURM, UNIT, batch_job, programs_of, slurm_options, step_job
 from flagcore_importers.containers import CONTAINERS, Images, container, container_run, image_start, services_of
 from flagcore_importers.declared import read_table, servers_of
 from flagcore_importers.kubernetes import HALVES, containers_in, pods_of, scalers_of, with_maps, with_runtimes
 from flagcore_importers.shell import SHELLS, is_script, names_script, trace_script
-from flagcore_importers.units import UNIT, programs_of
 from flagcore_importers.values import literal_variables, load_documents, text_of
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")

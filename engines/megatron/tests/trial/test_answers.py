@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_training.answers import compared, program_record
+from flagcore_training.reading import compared, program_record
 
 from engines.megatron.tests.trial import trial_jobs
 from engines.megatron.tests.trial.test_trial_parity import DENSE_LAYOUTS, DP2, EP2, EXPERT_LAYOUTS, TP2

@@ -17,9 +17,8 @@ from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import Instance, address
 from flagcore_serving.space import knobs, rules
-from flagcore_serving.space.flags import as_words
 from flagcore_serving.space.hardware import DP, TP, Hardware, count, longest_request
-from flagcore_serving.space.knobs import CONTEXT, DRAFTED, PREFIX, SPECULATION, or_default
+from flagcore_serving.space.knobs import CONTEXT, DRAFTED, PREFIX, SPECULATION, as_words, or_default
 from flagcore_serving.space.program import Program
 from flagcore_serving.space.settings import Settings
 from flagcore_serving.space.weights import weight_bytes

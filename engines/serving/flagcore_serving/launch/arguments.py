@@ -16,8 +16,8 @@ from flagcore.domain.secrets import is_secret
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.plain_data import Notes, mapping_of, read_mapping
 from flagcore_serving.launch.start import EngineProfile
-from flagcore_serving.space.flags import LENGTHS, as_words, leaves, parse_length
 from flagcore_serving.space.hardware import EP
+from flagcore_serving.space.knobs import LENGTHS, as_words, leaves, parse_length
 
 _HOSTS = "nnodes"
 _MODEL_PLACEHOLDER = re.compile(r"\.\.\.|…|<.*>|\[.*\]|.*(\{\w+\}|\{\{.*\}\}|\$[({].*[)}]|\$\w+|__[A-Z]\w*__).*")

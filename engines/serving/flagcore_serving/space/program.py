@@ -22,8 +22,7 @@ from flagcore.i18n import closest
 from flagcore.spec.plain_data import SafeLoader, package_yaml
 from flagcore_serving.job import SCHEMES, EngineArg
 from flagcore_serving.space import knobs
-from flagcore_serving.space.flags import FlagProblem, flags_in_source, forms, leaves, similar
-from flagcore_serving.space.knobs import Auto
+from flagcore_serving.space.knobs import Auto, FlagProblem, flags_in_source, forms, leaves, similar
 from flagcore_serving.space.weights import check_directory
 
 RESERVED_FLAGS: Mapping[str, str] = package_yaml(__package__, "reserved.yaml")

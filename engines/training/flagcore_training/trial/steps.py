@@ -123,7 +123,7 @@ def _if_finite(value: Any) -> float | None:
 def token_rows(train: Train, vocabulary: int, first: int, count: int) -> torch.Tensor:
     """Return the sequences `first` to `first + count - 1` of seq_length + 1 tokens, numbered over all steps.
 
-    The second step has those of the first one in the opposite order: see `flagcore_training.answers`.
+    The second step has those of the first one in the opposite order: see `flagcore_training.reading`.
 
     Small tokens are more frequent, so the loss can decrease.
     """
