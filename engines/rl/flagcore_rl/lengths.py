@@ -1,6 +1,7 @@
 """Lengths of the samples of a step, and how many micro-batches hold them."""
 
 from functools import lru_cache
+from statistics import NormalDist
 
 import numpy as np
 from flagcore_training.lengths import best_fit
@@ -18,9 +19,8 @@ def quantiles(lengths: Lengths, count: int) -> tuple[int, ...]:
     if lengths.values:
         places = (np.arange(count, 0, -1) - 0.5) / count * len(lengths.values)
         return tuple(np.array(lengths.values)[places.astype(np.int64)].tolist())
-    from scipy.special import ndtri  # its import takes long
-
-    values = np.exp(lengths.spread * ndtri((np.arange(count, 0, -1) - 0.5) / count))
+    places = (np.arange(count, 0, -1) - 0.5) / count
+    values = np.exp(lengths.spread * np.array([*map(NormalDist().inv_cdf, places.tolist())]))
     low, high = 0.0, lengths.longest / float(values.min())
     for _ in range(60):
         scale = (low + high) / 2
