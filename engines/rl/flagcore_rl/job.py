@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
+from statistics import NormalDist
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -225,9 +226,8 @@ def quantiles(lengths: Lengths, count: int) -> tuple[int, ...]:
     if lengths.values:
         places = (np.arange(count, 0, -1) - 0.5) / count * len(lengths.values)
         return tuple(np.array(lengths.values)[places.astype(np.int64)].tolist())
-    from scipy.special import ndtri  # its import takes long
-
-    values = np.exp(lengths.spread * ndtri((np.arange(count, 0, -1) - 0.5) / count))
+    places = (np.arange(count, 0, -1) - 0.5) / count
+    values = np.exp(lengths.spread * np.array([*map(NormalDist().inv_cdf, places.tolist())]))
     low, high = 0.0, lengths.longest / float(values.min())
     for _time in range(60):
         scale = (low + high) / 2

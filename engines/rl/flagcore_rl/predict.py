@@ -24,7 +24,7 @@ from flagcore.contracts import Costs
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Columns, FloatArray, KnobValue
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import Adapter, Task
 from flagcore_rl.job import RlSpec, job_of, packs, tokens_of
 from flagcore_rl.roles import (
     DEVICES,
@@ -236,7 +236,7 @@ def batches(
 def _train(task: Task, candidates: list[Values], costs: Costs, framework: Framework) -> list[_Trained]:
     work = job_of(task)
     engine = engine_of(work.trainer.engine, "rl.trainer.engine")
-    groups: dict[tuple[int, int, int, int, bool], list[int]] = {}
+    groups: dict[tuple[int, int, int, Adapter | None], list[tuple[int, int, bool]]] = {}
     found, memory = np.full((5, len(candidates)), np.nan), np.full((len(MEMORY), len(candidates)), np.nan)
     weights, experts = (2.0 * number for number in sizes_of(task.spec.model))
     steps = work.epochs * -(-work.step_samples // work.optimizer_samples)
@@ -249,22 +249,25 @@ def _train(task: Task, candidates: list[Values], costs: Costs, framework: Framew
         found[2, row] = (weights - experts + experts / expert) / found[4, row]
         for forward in (False, True):
             samples = work.step_samples if forward else work.optimizer_samples
-            sizes = batches(work, values, samples, replicas, forward=forward, pads_stages=framework.pads_stages)
-            key = (devices, *sizes, forward)
-            groups.setdefault(key, []).append(row)
-    for (devices, sequence, held, batch, forward), members in groups.items():
-        part = train_task(task, engine, devices, sequence, batch, None if forward else work.trainer.adapter)
-        rows = [train_values(engine, candidates[row], devices, held, recompute=not forward) for row in members]
+            pads = framework.pads_stages
+            sequence, held, batch = batches(work, values, samples, replicas, forward=forward, pads_stages=pads)
+            key = (devices, sequence, batch, None if forward else work.trainer.adapter)
+            groups.setdefault(key, []).append((row, held, forward))
+    for (devices, *sizes, adapter), members in groups.items():
+        part = train_task(task, engine, devices, *sizes, adapter)
+        rows = [train_values(engine, candidates[row], devices, held, recompute=not fwd) for row, held, fwd in members]
         own = costs.of(part.cluster, part.spec.work.engine)
         predictions = engine.predict(part, _stacked(engine, part, rows), own)
-        if forward:
-            times = predictions.time_s
-            passes = [share * times[name] for name, share in FORWARD_PARTS.items() if name in times]
-            found[1, members] = np.sum(passes, axis=0) if passes else FORWARD * predictions.step_time_s
-        else:
-            found[0, members] = steps * predictions.step_time_s
-            found[3, members] = steps * predictions.model_flops
-            memory[:, members] = [getattr(predictions, name) for name in MEMORY]
+        times = predictions.time_s
+        passes = [share * times[name] for name, share in FORWARD_PARTS.items() if name in times]
+        forward_s = np.sum(passes, axis=0) if passes else FORWARD * predictions.step_time_s
+        for place, (row, _held, forward) in enumerate(members):
+            if forward:
+                found[1, row] = forward_s[place]
+            else:
+                found[0, row] = steps * predictions.step_time_s[place]
+                found[3, row] = steps * predictions.model_flops
+                memory[:, row] = [getattr(predictions, name)[place] for name in MEMORY]
     return [
         _Trained(training, forward, memory[:, row], *rest)
         for row, (training, forward, *rest) in enumerate(found.T.tolist())

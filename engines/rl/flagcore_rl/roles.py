@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 
 from flagcore_serving.job import Load, ServeSpec
 
@@ -37,6 +38,7 @@ USUAL_EXPERTS: Mapping[str, SettingValue] = {
 the bridges of NeMo-RL and verl (Megatron-Bridge, mbridge `qwen3moe.py`)."""
 
 
+@lru_cache(maxsize=64)
 def engine_of(name: str, key: str) -> Engine:
     """Return the engine of a role. Raises SpecError if it is not installed, or no rollout of the frameworks."""
     if key == "rl.rollout.engine" and name not in ROLLOUTS:

@@ -1,7 +1,7 @@
 """Which combinations of a large space are kept while it is built: the best ones by the closed form of their load."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -49,8 +49,8 @@ class ServingBounds(Bounds):
     def rules(self, task: Task, axes: Sequence[Axis], costs: Costs) -> tuple[Rule, ...]:
         """Return a rule for each knob that is crossed after the layout. They keep the best combinations of those so
         far. Before, there are many layouts that other rules remove or merge."""
-        rules, limits = self.rules_of(task), task.spec.work.slo
-        best = Best(lambda columns: self.predict(task, columns, costs), rules, self.layout, axes, limits)
+        rules = cache(partial(self.rules_of, task))  # few spaces are large enough to need them
+        best = Best(lambda columns: self.predict(task, columns, costs), rules, self.layout, axes, task.spec.work.slo)
         names = [axis.knob for axis in axes]
         first = max((place for place, name in enumerate(names, 1) if name in self.layout), default=1)
         return tuple(
@@ -78,7 +78,7 @@ class Best:
     def __init__(
         self,
         predict: Callable[[Columns], Predictions],
-        rules: Sequence[Rule],
+        rules: Callable[[], Sequence[Rule]],
         layout: Sequence[str],
         axes: Sequence[Axis],
         limits: Mapping[str, float],
@@ -119,7 +119,7 @@ class Best:
             self._find(columns)
         whole = {name: np.full(size, code) for name, code in self._values.items()} | dict(columns)
         predictions = self._predict(whole)
-        broken = [rule.broken(whole) for rule in self._rules if set(rule.knobs) <= whole.keys()]
+        broken = [rule.broken(whole) for rule in self._rules() if set(rule.knobs) <= whole.keys()]
         return predictions, np.any([~predictions.fits, *broken], axis=0)
 
     def _find(self, columns: Columns) -> None:

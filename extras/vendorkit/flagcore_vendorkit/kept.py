@@ -22,7 +22,7 @@ from io import BytesIO
 from itertools import islice
 from logging import Logger
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 from zipfile import BadZipFile
 
@@ -32,6 +32,7 @@ from flagcore.domain.files import data_folder, read_regular
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, Candidate, Space
 from flagcore.loading.entry_points import installed
+from flagcore.plugins import LoadedPlugins
 
 T = TypeVar("T")
 SWITCH = "FLAGCORE_CACHE"
@@ -170,9 +171,17 @@ def _content(value: Any) -> Iterator[object]:
         yield from _content((value.func, value.args, value.keywords))
     elif isinstance(value, (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)):
         yield getattr(value, "__module__", None), getattr(value, "__qualname__", value.__name__)
-        if isinstance(value, FunctionType):  # the code itself is in a file
-            cells = tuple(each.cell_contents for each in value.__closure__ or ())
+        if isinstance(value, FunctionType):  # the code itself is in a file, where several functions may have this name
+            code, cells = value.__code__, tuple(each.cell_contents for each in value.__closure__ or ())
+            yield code.co_firstlineno, code.co_code, code.co_names
+            yield [repr(each) for each in code.co_consts if not isinstance(each, (CodeType, frozenset))]
             yield from _content((cells, value.__defaults__, value.__kwdefaults__))
+        elif isinstance(value, MethodType):
+            yield from _content((value.__func__, value.__self__))
+        elif isinstance(value, BuiltinFunctionType):
+            yield from _content(value.__self__)
+    elif isinstance(value, LoadedPlugins):  # what they have answered so far is no part of them
+        yield [(each.name, each.distribution, each.version, each.package, each.hooks) for each in value.plugins]
     else:
         names = [each.name for each in fields(value)] if is_dataclass(value) else sorted(vars(value))
         if "_wrapped" in names:  # a guard of a plugin's object, whose wrapped methods only count calls

@@ -64,6 +64,11 @@ def _closure(state: float, rate: float = 1.0) -> Callable[..., object]:
     return seconds
 
 
+def _choice(first: bool) -> Callable[[float], float]:
+    """Return one of two functions with the same name."""
+    return (lambda size: size) if first else (lambda size: 2 * size)
+
+
 class Commands:
     """Asks for a result, as commands do one after the other, and counts how often it is computed."""
 
@@ -74,6 +79,7 @@ class Commands:
         self.certain = True
         proxy = PluginProxy("acme", Rate(1.0))
         self.state: dict[str, Any] = {"closure": _closure(1.0), "method": Rate(1.0).seconds, "proxy": proxy}
+        self.state |= {"lambda": _choice(first=True), "builtin": {"rate": 1.0}.get}
 
     def ask(self) -> Any:
         about = (self.task, self.state, {"tp": (1, 2)}, partial(min, 1))
@@ -139,6 +145,9 @@ CHANGES: dict[str, Callable[[Commands, pytest.MonkeyPatch], object]] = {
     "one of many elements": lambda commands, patch: setattr(commands.task, "sizes", np.arange(3) ** 2),
     "state of a closure": lambda commands, patch: commands.state.update(closure=_closure(2.0)),
     "default of a function": lambda commands, patch: commands.state.update(closure=_closure(1.0, rate=2.0)),
+    "function of the same name": lambda commands, patch: commands.state.update({"lambda": _choice(first=False)}),
+    "object of a method": lambda commands, patch: commands.state.update(method=Rate(2.0).seconds),
+    "object of a builtin method": lambda commands, patch: commands.state.update(builtin={"rate": 2.0}.get),
     "object of a plugin": lambda commands, patch: commands.state.update(proxy=PluginProxy("acme", Rate(2.0))),
     "file of the spec": _writes("lengths.txt", "1 2 4"),
     "data of a plugin": _writes("path/flagcore_acme/chips.yaml", "rate: 2"),

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, metadata, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,7 @@ def _engine(name: str, loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> 
         yield _record(name, _("engine"), None, str(error), engine=name)
         return
     builds = [build for chip in chips if (build := loaded.engine_support(chip, name).install)]
-    has_extra = name in (metadata("flagcore").get_all("Provides-Extra") or ())
+    has_extra = any(name in (each.metadata.get_all("Provides-Extra") or ()) for each in distributions(name="flagcore"))
     fix = "; ".join(map(_, dict.fromkeys(builds))) or f"pip install 'flagcore[{name}]'" * has_extra
     for module, requirement in engine.modules.items():
         own_fix = fix or _("install {package}, which no extra of flagcore brings", package=requirement)

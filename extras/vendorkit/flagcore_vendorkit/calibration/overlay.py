@@ -119,11 +119,10 @@ class ExtendedPlugins(LoadedPlugins):
 
     def kept(self, compute: Callable[[], T], about: Iterable[object]) -> T:
         """Return the result of `compute`, or of an earlier command, if all plugins are installed distributions."""
-        plugins = [(each.name, each.distribution, each.version, each.package, each.hooks) for each in self.plugins]
         if not all(each.package for each in self.plugins):
             return compute()
         before = self.failures
-        return kept(compute, (*about, plugins, before), lambda: self.failures == before)
+        return kept(compute, (*about, self, before), lambda: self.failures == before)
 
     def _calibration(self, chip: Chip) -> Calibration | None:
         if chip.name not in self._found:
