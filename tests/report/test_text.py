@@ -23,7 +23,7 @@ from flagcore.report.result import Result, TrialResult
 from flagcore.report.run import RunData
 from flagcore.report.run_text import result_text
 from flagcore.report.summary import MAX_RIVALS, no_best
-from flagcore.report.text import candidate_columns, candidate_line, highest_text, values_text
+from flagcore.report.text import candidate_columns, candidate_line, funnel, highest_text, values_text
 from flagcore.tuner.search_state import speedup
 from flagcore.tuner.stages.learn import learn
 from tests import tasks
@@ -337,3 +337,8 @@ def test_repeats_without_a_measurement_are_reported_outside_the_funnel() -> None
     assert failed_repeats([repeat, late]) == {2: "timed_out"}
     assert "1 failed repeat (trial 2 timed out)" in plan_text(plan(BASELINE, repeat, late))
     assert "failed repeat" not in plan_text(plan(BASELINE, repeat))
+
+
+def test_legal_candidates_that_are_not_tried_are_not_called_illegal() -> None:
+    counts = dataclasses.replace(plan(BASELINE).counts, illegal={"cards": 2, "far_too_slow": 1})
+    assert [each.split()[0] for each in funnel(counts).splitlines()[1:3]] == ["illegal:", "too"]

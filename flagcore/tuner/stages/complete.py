@@ -223,7 +223,7 @@ def _conflicts(environment: Mapping[str, str], spec: Spec) -> Iterator[str]:
         for user_value, source in ((spec.envs.get(name), "envs of the spec"), (os.environ.get(name), "this shell")):
             if user_value is not None:
                 if user_value != value:
-                    yield f"{name}: {user_value} from {source} overrides {value} from a plugin"
+                    yield f"{name}: {user_value} from {source} overrides {value.strip('{}')} from a plugin"
                 break
 
 

@@ -238,7 +238,7 @@ def test_candidates_without_a_time_have_a_reason(flag: Flag, answer: Answer, pro
 
 def test_a_limit_in_short_is_that_limit_and_the_last_line_of_a_plan_keeps_it(flag: Flag, answer: Answer) -> None:
     plan = ("estimate", "--model", "Qwen/Qwen3-8B", "--chip", "H20", "--devices", "1", "--top", "1")
-    assert answer(*plan, "--ttft-p99", "1s") == answer(*plan, "--slo", "p99 ttft 1s")
+    assert answer(*plan, "--ttft-p99", "1s", "--rate", "2/s") == answer(*plan, "--slo", "p99 ttft 1s", "--rate", "2")
     last = flag(*plan, "--ttft-p99", "1s").err.splitlines()[-1]
     words = last.partition(": flag ")[2].split()
     assert words[words.index("--ttft-p99") + 1] == "1s"

@@ -315,7 +315,7 @@ def spec(tmp_path: Path) -> Callable[..., str]:
 
 def test_server_is_reported_by_its_objective_its_latencies_and_its_cache(flag: Flag, spec: Callable[..., str]) -> None:
     explanation = flag("explain", spec(), "instances 2, parallel 4, threads 1").out
-    assert "output tok/s (80%: " in explanation
+    assert "output tok/s (80% of predictions: " in explanation
     assert "  p50 TTFT " in explanation
     assert "cache " in explanation
     account = json.loads(flag("explain", spec(), "parallel=3", "--json").out)

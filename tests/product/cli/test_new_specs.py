@@ -73,6 +73,8 @@ def test_the_commands_that_a_size_prints_start_with_what_all_candidates_keep_of_
         (("import", "empty"), "empty is empty"),
         (("import", "model"), "model is a folder"),
         (("import", "nothing"), "neither a file nor a command"),
+        (("size", "--model", "model", "--rate", "2/s", "--to", "hpa", "--format", "json"), "--format json"),
+        (("size", "--model", "model", "--rate", "auto"), "--rate auto"),
         (("import", "run.sh", "-o", "run.sh", "--force"), "run.sh is an input"),
         (("estimate", "spec.yaml", "--report", "../{folder}/spec.yaml"), "spec.yaml is an input"),
         (("estimate", "spec.yaml", "--set", "cluster.nodes=1e30"), "cluster.nodes"),
@@ -193,7 +195,7 @@ def test_exports_of_models_have_their_names(flag: Flag) -> None:
 def test_latency_limits_are_written_as_they_are_said(limit: str, bounds: dict[str, Any] | None) -> None:
     spec = api.spec_of_model("Qwen/Qwen3-8B", chip="H100", devices=1)
     if bounds is None:
-        with pytest.raises(UsageError, match="--slo"):
+        with pytest.raises(UsageError, match=r"--slo .*p99.*ttft"):
             api.with_limits(spec, [limit])
     else:
         assert api.with_limits(spec, [limit]).data["serve"]["slo"] == bounds

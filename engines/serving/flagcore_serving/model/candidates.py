@@ -313,8 +313,9 @@ def _highest(
         return value if is_concurrency else float(RESOLUTION ** round(math.log(value, RESOLUTION)))
 
     def predict(value: float) -> Verdict:
-        points[value] = _load_figures(context, load.at(load_at(value)), kinds, stops=True)
-        is_met = bool(points[value]) and all(points[value].get(name, 0.0) <= limit for name, limit in slo.items())
+        if (at := load_at(value)) not in points:
+            points[at] = _load_figures(context, load.at(at), kinds, stops=True)
+        is_met = bool(points[at]) and all(points[at].get(name, 0.0) <= limit for name, limit in slo.items())
         return Verdict.MET if is_met else Verdict.EXCEEDED
 
     if best and context.serve.only_best:
@@ -327,9 +328,8 @@ def _highest(
     highest = highest_load(
         predict, start, minimum=minimum, maximum=float(maximum or 1), is_integer=is_concurrency, growth=growth
     )
-    value = highest or min(points)
-    figures = points[value] or _load_figures(context, load.at(load_at(value)), kinds)
-    figures = {**figures, HIGHEST_LOAD: load_at(value)}
+    value = load_at(highest or min(points))
+    figures = {**(points[value] or _load_figures(context, load.at(value), kinds)), HIGHEST_LOAD: value}
     if highest is not None and not is_concurrency:
         found[layout] = found[None] = expected, figures
     return figures
