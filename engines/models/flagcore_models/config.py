@@ -41,7 +41,7 @@ DENSE, EXPERTS = "dense", "experts"
 SIZES = {"num_attention_heads": "num_heads", "num_key_value_heads": "groups", "head_dim": "head_dim"}
 SIZES |= {"v_head_dim": "value_dim", "kv_lora_rank": "latent_rank", "qk_nope_head_dim": "head_dim"}
 """The fields of `Attention` for keys of a config.json, which `per_layer_config` gives for layers that differ."""
-BASIC = (DENSE, EXPERTS, "attention", "window", INDEXED)
+BASIC = (DENSE, EXPERTS, "attention", "window", "pieces", INDEXED)
 """The kinds of layers that need no package."""
 MOST_RUNS = 1_000
 """The maximum number of layers that a pass through a model with loops may run."""
@@ -290,14 +290,15 @@ class Config(BaseModel):
         `sizes`: those of its attention that differ. `reuses`: whether it uses keys and values of an earlier layer.
         `shares`: whether it uses the choice of its indexer.
         """
-        if kind not in ("attention", "window", INDEXED):
+        if kind not in ("attention", "window", "pieces", INDEXED):
             return _mixer(kind, keys)
         table = MIXERS["window" if kind == "window" else "attention"]
         own: dict[str, Any] = {key: found[0][1] for key in table if (found := given_keys(keys, table[key]))}
         if kind == INDEXED and (indexer := self._indexer(shares=shares)):
             own["indexer"] = indexer
-        if kind == "window":
-            own |= {"window": self.sliding_window} if self.use_sliding_window and self.sliding_window else {}
+        if kind in ("window", "pieces"):
+            is_narrow = self.use_sliding_window and self.sliding_window
+            own |= {"window": self.sliding_window, "pieces": kind == "pieces"} if is_narrow else {}
         elif self.attention_k_eq_v:
             own["projections"] = 1
         else:

@@ -66,6 +66,7 @@ MIXTRAL = config("mixtral", 32, 4096, 14336, 32, 32000)
 DEEPSEEK_V2_LITE = config(
     "deepseek_v2", 27, 2048, 10944, 16, 102400, q_lora_rank=None, moe_intermediate_size=1408, num_experts_per_tok=6
 ) | {"first_k_dense_replace": 1}
+LLAMA4 = config("llama4_text", 8, 256, 96, 8, 99)
 GEMMA3 = config("gemma3_text", 12, 2560, 10240, 8, 262208, sliding_window=1024)
 GPT_OSS = config("gpt_oss", 36, 2880, 2880, 64, 201088)
 QWEN3_NEXT = config("qwen3_next", 48, 2048, 5632, 16, 151936)
@@ -147,6 +148,8 @@ def test_layers_with_windows_are_counted(at: At, extra: dict[str, Any], windows:
         (QWEN3, {"sliding_window": 4096, "use_sliding_window": True}, {4096: 8, None: 28}),
         (LLAMA3 | {"model_type": "mistral"}, {"sliding_window": 4096}, {4096: 32}),
         (LLAMA3 | {"model_type": "mistral"}, {}, {None: 32}),
+        (LLAMA4, {}, {8192: 6, None: 2}),
+        (LLAMA4, {"attention_chunk_size": 4096, "no_rope_layers": [1, 0] * 4}, {4096: 4, None: 4}),
     ],
 )
 def test_windows_are_read_if_the_model_uses_them(

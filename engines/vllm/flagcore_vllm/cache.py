@@ -37,7 +37,7 @@ class Groups:
 
     - `number`: how many groups there are.
     - `block`: tokens of a block.
-    - `window`: the tokens of a window; 0 if blocks hold all tokens.
+    - `window`: the tokens of a window; 0 if blocks hold all tokens. `pieces`: as in `Attention`.
     - `states`: blocks with states that are counted for a sequence; 0 if blocks hold tokens. `running`: those that it
       keeps after its prompt: what is cached of them may be evicted.
     """
@@ -47,6 +47,12 @@ class Groups:
     window: int
     states: FloatArray
     running: FloatArray
+    pieces: bool = False
+
+    @property
+    def full(self) -> FloatArray:
+        """The mean blocks of a full window, which may begin inside a block, or of a piece, which fills up."""
+        return np.asarray(np.ceil(self.window / self.block) * (1.0 - 0.5 * self.pieces) + 0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +74,9 @@ class Blocks:
         """
         total = np.zeros(self.bytes.shape)
         for each in self.groups:
-            held = np.minimum(each.window - 1 + in_flight, tokens) if each.window else tokens
-            blocks = np.ceil(held / each.block) + (each.window > 0)
+            begins = each.window > 0 and not each.pieces  # pieces begin with a block
+            held = np.minimum(each.window - begins + in_flight, tokens) if each.window else tokens
+            blocks = np.ceil(held / each.block) + begins
             total = total + each.number * np.where(each.states > 0.0, each.states, blocks)
         return total * self.bytes
 
@@ -81,7 +88,7 @@ class Blocks:
     def fixed(self, tokens: float) -> FloatArray:
         """Return the bytes of a sequence of `tokens` tokens that do not grow: its states, and its full windows."""
         held = [
-            each.number * np.where(each.states > 0.0, each.running, np.ceil(each.window / each.block) + 0.5)
+            each.number * np.where(each.states > 0.0, each.running, each.full)
             for each in self.groups
             if not self._grows(each, tokens)
         ]
@@ -96,7 +103,7 @@ class Blocks:
         for each in self.groups:
             if not self._grows(each, tokens):
                 window = np.ceil(np.minimum(each.window - 1 + in_flight, prompt) / each.block)
-                held = np.maximum(window + 0.5 - np.ceil(each.window / each.block), 0.0)
+                held = np.maximum(window + 1.0 - each.full, 0.0)
                 total = total + each.number * np.where(each.states > 0.0, each.states > each.running, held)
         return total * self.bytes
 
@@ -108,7 +115,8 @@ class Blocks:
 @dataclass(frozen=True, slots=True)
 class Kind:
     """Layers with equal pages: `heads` cached heads of `width` elements and index keys of `index` bytes per token, or
-    states of `size` bytes, of which a sequence may keep some `more`. `name`: the label of their mixer."""
+    states of `size` bytes, of which a sequence may keep some `more`. `name`: the label of their mixer. `pieces`: as in
+    `Attention`."""
 
     heads: int = 0
     width: float = 0.0
@@ -116,6 +124,7 @@ class Kind:
     window: int = 0
     size: float = 0.0
     more: float = 0.0
+    pieces: bool = False
     name: str = field(default="", compare=False)
 
     @property
@@ -152,7 +161,8 @@ def kinds_of(model: Model, *, frees_windows: bool = True, checkpoints: bool = Tr
         name = mixer.label if mixer else ""
         if isinstance(mixer, Attention) and (width := mixer.cached_on(1.0)):
             window, heads = (mixer.window or 0) * frees_windows, mixer.cached_heads
-            return Kind(heads, float(width) / heads, mixer.index_bytes, window, name=name)
+            pieces = mixer.pieces and bool(window)
+            return Kind(heads, float(width) / heads, mixer.index_bytes, window, pieces=pieces, name=name)
         if mixer and mixer.recurrent and mixer.state_bytes:
             more = float(checkpoints and isinstance(mixer, Mamba2))
             return Kind(size=mixer.state_bytes, more=more, name=name)
@@ -219,6 +229,7 @@ def blocks_of(
             window=each.window,
             states=held[each],
             running=running[each],
+            pieces=each.pieces,
         )
         for each, number in kinds.items()
     ]

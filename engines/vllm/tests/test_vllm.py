@@ -76,6 +76,8 @@ nvidia/Nemotron-H-8B-Base-8K             tp1  4      8192  8192 off auto 147456
 ibm-granite/granite-4.0-h-small          tp1 10    131072  8192 on  auto 589349
 moonshotai/Kimi-Linear-48B-A3B-Instruct  tp4 20   1048576  8192 on  auto 2655133
 LiquidAI/LFM2-8B-A1B                     tp1  3     32768  8192 on  auto 261378
+meta-llama/Llama-4-Scout-17B-16E-Instruct tp1 20 131072 8192 on auto 279613
+meta-llama/Llama-4-Scout-17B-16E-Instruct tp1 6 131072 8192 on auto refused
 """
 
 

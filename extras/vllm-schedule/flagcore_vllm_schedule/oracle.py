@@ -29,6 +29,7 @@ BEST = 10
 """The number of candidates whose loads the engine's scheduler serves."""
 REFUSED = "refused_by_engine"
 TIMES = ("step_time_s", "low_s", "high_s")
+ATTENTION = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 
 
 class VllmSchedule(Schedule):
@@ -136,7 +137,7 @@ class VllmSchedule(Schedule):
         question: dict[str, Any] = {
             "do": "start",
             "argv": argv,
-            "layers": [caches(kind, now) for kind in kinds_of(model)],
+            "layers": [caches(kind, now) if kind else [] for kind in kinds_of(model)],
         }
         question |= {"bytes": int(cache if math.isnan(fixed) else fixed), "block": now.block_size}
         if not more:
@@ -144,6 +145,7 @@ class VllmSchedule(Schedule):
             for flag, value in ((f"--{name.replace('_', '-')}", value) for name, value in limits.items()):
                 argv += [flag, str(value)] * (flag not in given)
             limits |= {"enable_chunked_prefill": bool(now.chunked), "scheduler_cls": None}
+            limits |= {"async_scheduling": now.ahead > 0.0}
             prefixes = {"enable_prefix_caching": bool(now.prefix_caching)}
             question["set"] = {"scheduler_config": limits, "cache_config": prefixes}
         return self._asked(python, instance.environment), question
@@ -168,10 +170,8 @@ class VllmSchedule(Schedule):
         return True
 
 
-def caches(kind: Kind | None, now: SimpleNamespace) -> list[dict[str, Any]]:
+def caches(kind: Kind, now: SimpleNamespace) -> list[dict[str, Any]]:
     """Return the caches of a layer of a kind on a rank with the settings `now`, as `inside.specs_of` reads them."""
-    if kind is None:
-        return []
     if kind.is_state:
         mode = ("align", now.block_size) if now.prefix_caching else ("none", now.context_len)
         row = {"kind": "MambaSpec", "size": math.ceil(kind.size / now.tensor), "block_size": mode[1]}
@@ -183,7 +183,8 @@ def caches(kind: Kind | None, now: SimpleNamespace) -> list[dict[str, Any]]:
         row |= {"kind": "MLAAttentionSpec", "head_size": int(kind.width)}
     else:
         row |= {"head_size": math.ceil(kind.width / 2), "head_size_v": int(kind.width) // 2}
-        row |= {"kind": "SlidingWindowSpec" if kind.window else "FullAttentionSpec", "sliding_window": kind.window}
+        name = ATTENTION[(kind.window > 0) + kind.pieces]
+        row |= {"kind": name, "sliding_window": kind.window, "attention_chunk_size": kind.window or None}
     index = {"kind": "MLAAttentionSpec", "num_kv_heads": 1, "head_size": int(kind.index), "bytes": 1}
     return [row, index] if kind.index else [row]
 
@@ -214,9 +215,7 @@ def simulated_by(process: Process, question: Mapping[str, Any], result: dict[str
             is_other = lane.ranks * lane.stages > 1 or lane.drafted or lane.adapters or self.apart or not lane.mixes
             if is_other or any(each.load or each.read or each.encode or each.hit > 0 for each in self.requests):
                 return super().run(has_failed)
-            scheduler = {**question["set"]["scheduler_config"], "async_scheduling": lane.ahead > 0}
-            changes = {**question["set"], "scheduler_config": scheduler}
-            result.update(process.ask({**question, "set": changes}, end))
+            result.update(process.ask(question, end))
             if "refused" in result:
                 raise Unanswered(result["refused"])
             known, last, is_busy = dict[str, Request](), dict[str, float](), False

@@ -317,7 +317,7 @@ def _arguments_of_layers(model: Model) -> list[str]:
     if other_mixers(model) and not is_hybrid(model):
         sizes["experimental_attention_variant"] = "gated_delta_net"
         sizes["linear_attention_freq"] = [int(not isinstance(each.mixer, Attention)) for each in model.layers]
-    if window := max((each.window or 0 for each in attention_counts(model)), default=0):
+    if window := max((each.window or 0 for each in attention_counts(model) if not each.pieces), default=0):
         windows = [int(isinstance(each.mixer, Attention) and each.mixer.window is not None) for each in model.layers]
         sizes |= {"window_size": f"{window - 1},0", "window_attn_skip_freq": windows}
     return [word for name, size in sizes.items() for word in (_flag(name), str(size).replace(" ", ""))]

@@ -15,7 +15,8 @@ from flagcore_models.mixers.indexer import Indexer
 class Attention(Mixer):
     """`num_heads` query heads of `head_dim` elements, which share `groups` keys, and values of `value_dim` elements.
 
-    `window`: the number of tokens to which a token attends. None: all tokens.
+    `window`: the number of tokens to which a token attends. None: all tokens. `pieces`: whether it attends to those of
+    its own piece of so many tokens instead, as in Llama 4.
     `indexer`: what selects the tokens, in sparse attention. Without heads: those that an earlier layer selects.
     `projections`: 2 if keys and values have their own projections, 1 if keys are also the values, 0 if both are those
     of an earlier layer, which caches them.
@@ -30,6 +31,7 @@ class Attention(Mixer):
     head_dim: int
     value_dim: int
     window: int | None = None
+    pieces: bool = False
     indexer: Indexer | None = None
     projections: int = 2
     gate: bool = False
@@ -122,7 +124,8 @@ class Attention(Mixer):
         """Return the query-key pairs that the layer computes, as a share of those of full attention over `tokens`."""
         if attended := self.window or (self.indexer and self.indexer.top_k):
             part = min(attended / max(tokens, 1.0), 1.0)
-            return part * (2.0 - part)
+            whole = 1.0 // part * part  # the share of tokens in whole pieces
+            return whole * part + (1.0 - whole) ** 2 if self.pieces else part * (2.0 - part)
         return 1.0
 
     def cached(
@@ -131,10 +134,12 @@ class Attention(Mixer):
         """Return the share of `tokens` tokens that the layer caches.
 
         A window holds fewer tokens, unless the engine does not free the others (`frees_windows`). While a prompt is
-        processed, it also holds the `computed` tokens that are processed at once.
+        processed, it also holds the `computed` tokens that are processed at once. Of a piece, half is held on average.
         """
         if self.window is None or not frees_windows:
             return 1.0
+        if self.pieces and np.all(np.asarray(tokens) > self.window):
+            computed = computed - 0.5 * self.window
         return np.minimum((self.window + computed) / np.maximum(tokens, 1.0), 1.0)
 
     def read_share(self, tokens: float) -> float:

@@ -155,7 +155,8 @@ class Disaggregated(Simulation):
 
     def _prompts(self) -> bool:
         """Give slots to requests whose caches have arrived. Return False, because no prompts are computed here."""
-        while self.queue and self._admit(0):
+        admits = not self._makes_room()
+        while admits and self.queue and self._admit(0):
             request = self.partial.popleft()
             if request.made:  # the request lost its cache, so this instance computes its prompt again
                 tokens = float(request.prompt + request.made)

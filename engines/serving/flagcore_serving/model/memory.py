@@ -120,7 +120,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
         cache=cache,
         token=token,
         longest_token=longest_token,
-        cache_tokens=whole / growing,
+        cache_tokens=(whole - settings.block_bytes * settings.data) / growing,  # vLLM's null block holds nothing
         longest_tokens=longest_tokens,
         sequence_tokens=sequence / growing,
         admission_tokens=settings.admission_bytes / growing,

@@ -37,7 +37,9 @@ class Simulation:
 
     Sums over sequences are stored as attributes:
 
-    - `used`: cached tokens.
+    - `used`: tokens of the cache that are taken, in whole blocks.
+    - `phases`: the running sequences that take another block in the next step, and in each one after it, from the place
+      of this step on. Blocks of one token need none.
     - `offset` + running x `step`: context tokens of the running sequences.
     - `finish` - running x `step`: remaining output tokens of the running sequences.
     - `promised`: output tokens of admitted requests whose prompts are not yet computed.
@@ -62,7 +64,8 @@ class Simulation:
     ) -> None:
         self.think_s = think_s
         self.price, self.lane, self.overheads, self.open = price, price.lane, price.overheads, arrivals is not None
-        self.prefix, self.beside = self.lane.shared_prefix, 0.5 * (self.lane.block - 1.0) + self.lane.fixed
+        self.prefix, self.block = self.lane.shared_prefix, int(self.lane.block)
+        self.phases = [0] * self.block
         times = arrivals if arrivals is not None else [0.0] * min(concurrency, len(lengths))
         self.requests = [
             Request(times[index] if index < len(times) else inf, int(prompt), max(int(output), 1))
@@ -196,7 +199,8 @@ class Simulation:
     def _cached_tokens(self, request: Request) -> float:
         """Return how many tokens of the cache a request occupies, including its states and the unused part of its last
         block."""
-        return request.prompt + request.made - self.prefix + self.beside
+        tokens = request.prompt + request.made - self.prefix
+        return tokens + -tokens % self.block + self.lane.fixed
 
     def _admit(self, ended: int) -> bool:
         """Admit the first request of the queue if a slot and enough cache are free; return whether it was admitted. If
@@ -269,6 +273,7 @@ class Simulation:
         A prompt belongs to one attention DP rank, which has a scheduler and a budget of its own (vLLM
         `docs/serving/data_parallel_deployment.md`; SGLang `managers/data_parallel_controller.py`).
         """
+        admits = not self._makes_room()
         if not (self.queue or self.partial):
             return False
         decoding = self.running if self.lane.mixes else 0
@@ -278,7 +283,7 @@ class Simulation:
         tokens = pairs = longest = encode = load = 0.0
         ended: list[Request] = []
         most, continued = budget / self.lane.ranks, 0
-        while budget > 0 and (continued < len(self.partial) or self._admit(len(ended))):
+        while budget > 0 and (continued < len(self.partial) or (admits and self._admit(len(ended)))):
             request = self.partial[continued]
             total = request.prompt + request.made
             encode, request.encode = encode + request.encode, 0.0
@@ -352,8 +357,9 @@ class Simulation:
         if request.first < 0:
             request.first = self.now
         self.promised -= request.output - request.made
+        self.used -= self._cached_tokens(request)
         request.made += 1
-        self.used += 1
+        self.used += self._cached_tokens(request)
         if request.made >= request.output:
             self._leave_cache(request)
             self._end(request)
@@ -370,6 +376,8 @@ class Simulation:
         end = step + request.output - made
         request.context, request.since, request.ticket = request.prompt + made, step, ticket
         self.offset += request.context - step
+        if self.block > 1:
+            self.phases[self._phase(request)] += 1
         self.finish += end
         self.order.append(request)
         heappush(self.heap, (end, ticket, request))
@@ -388,12 +396,14 @@ class Simulation:
         self.stalled = 0.0
         self.joined.clear()
         self.now += time
+        self.used += self._grown(steps) if self.block > 1 else self.running * steps
         self.step += steps
-        self.used += self.running * steps
 
     def _stop(self, request: Request) -> None:
         self.running -= 1
         self.offset -= request.context - request.since
+        if self.block > 1:
+            self.phases[self._phase(request)] -= 1
         self.finish -= request.since + request.output - request.made
         request.made += self.step - request.since
         request.ticket = 0
@@ -419,15 +429,12 @@ class Simulation:
             self.sent += 1
 
     def _decode(self) -> None:
-        room = self.lane.cache_tokens - self.held
-        while self.used + self.running > room and self.running > 1:
-            self._preempt()
         steps, ahead = self.heap[0][0] - self.step, self.lag * self.lane.gain  # tokens that are planned ahead
-        filled = self.used + self.held + self.running * steps
+        filled = self.used + self.held + self.running * (steps + self.block - 1)
         if filled > self.price.filled:
             self.price.filled = filled
         if self.running > 1:
-            steps = min(steps, max(int((room - self.used) // self.running), 1))
+            steps = self._fitting(steps)
         if self.ending and self.queue:
             steps = min(steps, ceil(ahead))
         cached = self.price.cached(self.running)
@@ -441,6 +448,36 @@ class Simulation:
         self._advance(steps, base * steps + growth * (steps * (steps - 1) / 2.0))
         self.known = max(self.known, self.now - ahead * (base + growth * (steps - 1)))
         self._finish()
+
+    def _phase(self, request: Request) -> int:
+        """Return the place in `phases` of the steps in which a running sequence takes another block."""
+        return int(request.since + 1 - request.context + self.prefix) % self.block
+
+    def _grown(self, steps: int) -> int:
+        """Return the tokens of the blocks that the running sequences take in the next steps."""
+        cycles, rest = divmod(steps, self.block)
+        first = (self.step + 1) % self.block
+        last = first + rest
+        taken = cycles * self.running + sum(self.phases[first:last])
+        return self.block * (taken + sum(self.phases[: max(last - self.block, 0)]))
+
+    def _fitting(self, steps: int) -> int:
+        """Return for how many of the next steps the running sequences have blocks: at least for one."""
+        free = int(max(self.lane.cache_tokens - self.held - self.used, 0.0)) // self.block
+        cycles, free = divmod(free, self.running)
+        found = cycles * self.block + 1
+        if self.block > 1:
+            while found < steps and free >= (taken := self.phases[(self.step + found) % self.block]):
+                found, free = found + 1, free - taken
+        return min(found, steps)
+
+    def _makes_room(self) -> bool:
+        """Preempt sequences until those that run have slots for their last tokens; return whether one was preempted.
+        Then an iteration admits no request."""
+        before = self.running
+        while self.used + self.held > self.lane.cache_tokens and self.running > 1:
+            self._preempt()
+        return self.running < before
 
     def _preempt(self) -> None:
         """Move the sequence that started last to the front of the queue, so that it is computed again."""
