@@ -13,6 +13,7 @@ from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_trainers.fsdp2.engine import FSDP2
 from flagcore_trainers.fully_shard import (
     AC,
+    COMPILE,
     CP,
     EP,
     MBS,
@@ -109,11 +110,18 @@ def test_adapters_are_divided_if_the_spec_lists_it() -> None:
 
 
 def test_experts_of_job_records_are_on_the_ranks_that_share_weights() -> None:
-    job = task(MIXED, engine="fsdp2", devices=16)
-    records = [{}, {CP: 2}, {SHARD: 2}, {EP: 1}]
+    job = task(MIXED, engine="fsdp2", devices=16, precision="bf16")
+    records: list[dict[str, Any]] = [{}, {CP: 2}, {SHARD: 2}, {EP: 1}]
     completed = [FSDP2.published(job, record, "")[1] for record in records]
     assert [each[EP] for each in completed] == [4, 4, 2, 1]
     assert [each[REPLICATE] for each in completed] == [1, 1, 8, 1]
+    assert [each[STATES] for each in completed] == ["bf16"] * 4
+    assert STATES not in FSDP2.published(job, {COMPILE: True}, "")[1]
+    recipe, _values, noted, lines = FSDP2.published(job, {}, "")
+    assert STATES in noted
+    assert any(STATES in each for each in lines)
+    times = [FSDP2.predict(each, columns(), costs(job)).step_time_s[0] for each in (recipe, job)]
+    assert times[0] < times[1]
 
 
 def test_job_records_that_do_not_fit_otherwise_recompute_all_layers() -> None:
@@ -220,8 +228,8 @@ def test_programs_that_reduce_once_keep_whole_gradients(batch: int, shard: int, 
 
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 512, "vocab_size": 1024}
 DELTA = GatedDeltaNet(key_heads=1, value_heads=2, key_dim=256, value_dim=256)
-STATES = Mamba2(num_heads=2, head_dim=256, state_size=128, groups=1)
-HYBRID = ((STATES, ""), (None, "experts"), ({"window": 32}, ""))
+RECURRENT = Mamba2(num_heads=2, head_dim=256, state_size=128, groups=1)
+HYBRID = ((RECURRENT, ""), (None, "experts"), ({"window": 32}, ""))
 WINDOWS = tuple(({"window": each},) for each in (128, None))
 TIED, UNTIED_TABLES = ({"untie_embeddings_and_output_weights": each} for each in (False, True))
 UNEQUAL = {"num_layers": 4, "layers": (({}, ""), ({}, ""), ({},), ({},))}
@@ -243,7 +251,7 @@ SHORT = {"sequence": 128, **SINGLE}
         ({"layers": WINDOWS}, {"shard": 4}, {}),
         ({**LATENT, "num_query_groups": 8}, {"shard": 4, "micro_batch": 2}, {}),
         ({"layers": ((DELTA,), ({},))}, {"shard": 4}, {"sequence": 128}),
-        ({"layers": ((STATES,), ({},))}, {"shard": 2, "state_dtype": "bf16"}, {"sequence": 128}),
+        ({"layers": ((RECURRENT,), ({},))}, {"shard": 2, "state_dtype": "bf16"}, {"sequence": 128}),
         ({**EXPERTS, "num_layers": 3, "layers": HYBRID}, {"shard": 4, "expert": 2}, {"sequence": 64, **SINGLE}),
         pytest.param(EXPERTS, {"shard": 4, "checkpointing": "full"}, SHORT, marks=pytest.mark.long),
         ({"attention_output_gate": True}, {"shard": 4, "checkpointing": "full"}, SHORT),

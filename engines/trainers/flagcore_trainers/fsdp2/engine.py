@@ -58,7 +58,7 @@ from flagcore_trainers.fully_shard import (
 )
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard.memory import of_rank
-from flagcore_trainers.fully_shard.traffic import FRAMEWORK, TRIAL
+from flagcore_trainers.fully_shard.traffic import FRAMEWORK, RECIPE, TRIAL
 from flagcore_trainers.importing import Imported
 from flagcore_trainers.meaning import WholeModel
 from flagcore_trainers.recipes import on_fsdp, spec_of
@@ -262,7 +262,8 @@ class Fsdp2(Engine):
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         waits = kept_framework(task.spec) and not reading(task.spec).is_on("synchronizes")
-        return prediction.predict(task, columns, costs, FRAMEWORK if waits else TRIAL)
+        program = RECIPE if fs.STATES in task.spec.train.assumed else FRAMEWORK if waits else TRIAL
+        return prediction.predict(task, columns, costs, program)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         self._check_command(task.spec)
@@ -297,24 +298,30 @@ class Fsdp2(Engine):
 
         Stages may differ by a layer, because the job did run. They are predicted as if all had the same. Ranks that
         share weights divide the experts, and send each token to a rank once, as in NeMo AutoModel's recipes
-        (`examples/llm_benchmark` @36044ad3: ep_size, DeepEP or HybridEP). Recipes of runs that do not fit otherwise
-        recompute all layers.
+        (`examples/llm_benchmark` @36044ad3: ep_size, DeepEP or HybridEP), whose weights and optimizer states have 16
+        bits (`from_config`: torch_dtype). Recipes of runs that do not fit otherwise recompute all layers.
         """
         task, assumed_lengths = as_noted(task, notes)
         work = task.spec.train
         others = [int(values.get(name) or 1) for name in (fs.REPLICATE, fs.TP, fs.CP, fs.PP)]
         shard = int(values.get(fs.SHARD) or max(task.cluster.devices // math.prod(others), 1))
         replicas = max(task.cluster.devices // (shard * math.prod(others[1:])), 1)
-        completed = {fs.REPLICATE: replicas, fs.SHARD: shard, fs.RESHARD: others[-1] == 1}
-        if count := task.spec.model.experts:
+        completed: dict[str, KnobValue] = {fs.REPLICATE: replicas, fs.SHARD: shard, fs.RESHARD: others[-1] == 1}
+        count, is_recipe = task.spec.model.experts, False
+        if count:
             completed[fs.EP] = math.gcd(count, shard * others[2])
-            work = replace(work, assumed={fs.DISPATCHER: "flex"})
+            is_narrow = work.precision != "fp32" and values.get(fs.STATES) != "fp32"
+            is_recipe = is_narrow and not values.get(fs.COMPILE)
+            completed |= {fs.STATES: "bf16"} if is_recipe else {}
+            work = replace(work, assumed={fs.DISPATCHER: "flex", **({fs.STATES: "bf16"} if is_recipe else {})})
         noted = {PIPELINE_LAYERS, ADAPTERS_ALONE, *assumed_lengths}
+        noted |= {fs.STATES} & (completed.keys() - values.keys())
         task = replace(task, spec=replace(task.spec, work=work))
         values = {**completed, **values}
         limit = task.cluster.groups[0].chip.memory_bytes
         if fs.AC not in values and limit is not None:
-            job = prediction.memory_job(task, self.columns(task, values), fused_norm=False)
+            recipe = {"fused_norm": is_recipe, "compiled_loss": is_recipe}
+            job = prediction.memory_job(task, self.columns(task, values), **recipe)
             if of_rank(job).peak[0] > limit.value:
                 values[fs.AC] = "full"
                 noted.add(fs.AC)
@@ -329,6 +336,8 @@ class Fsdp2(Engine):
         lines += [f"{name} = {value} does nothing: fsdp2 has torch's own layers" for name, value in unused.items()]
         if fs.AC in noted:
             lines.append(f"{fs.AC} = {values[fs.AC]} is assumed: the run would not fit otherwise")
+        if fs.STATES in noted:
+            lines.append(f"{fs.STATES} = {values[fs.STATES]} is assumed, as in recipes of NeMo AutoModel")
         if layers % stages:
             lines.append(f"{layers} layers do not divide over {stages} stages: predicted as if they did")
         return lines

@@ -183,14 +183,18 @@ def _predict(
 ) -> Predictions:
     fused_loss = compiled and program.compiled_loss
     train = training(task, compiled=compiled, compiled_loss=fused_loss, schedule=schedule)
-    layout, costs = layout_of(task, columns), traffic.with_torch_attention(task, costs)
+    layout = layout_of(task, columns)
+    if program.own_attention:
+        train = replace(train, options=replace(train.options, attention_kernel=""))
+    else:
+        costs = traffic.with_torch_attention(task, costs)
     fused_norm = program.fused_norm and not costs.synchronous
     # Ranks whose host computes exchange tensors by Gloo.
     job = memory_job(
         task,
         columns,
         fused_norm=fused_norm,
-        compiled_loss=fused_loss,
+        compiled_loss=fused_loss or program.narrow_loss,
         loss_parts=program.loss_parts,
         sends_stay=costs.synchronous,
         whole_gradients=program.whole_gradients,

@@ -48,6 +48,7 @@ class Program:
     `loss_parts`: as in `MemoryInputs`.
     `masked`: whether context-parallel attention computes all scores and masks half of them.
     `whole_gradients`: whether ranks keep whole gradients until the last micro-batch, in which they are reduced.
+    `narrow_loss`: whether the loss is computed in 16 bits. `own_attention`: whether attention is the vendor's kernel.
     """
 
     rotation: tuple[float, float]
@@ -56,6 +57,8 @@ class Program:
     loss_parts: float = 1.0
     masked: bool = False
     whole_gradients: bool = False
+    narrow_loss: bool = False
+    own_attention: bool = False
 
 
 TRIAL = Program(rotation=(9.0, 12.0), masked=True)
@@ -63,6 +66,9 @@ TRIAL = Program(rotation=(9.0, 12.0), masked=True)
 FRAMEWORK = replace(TRIAL, whole_gradients=True)
 """A framework on accelerate (1.15 `Accelerator.no_sync`, transformers 5.24 `Trainer`), or NeMo AutoModel (0.7
 `distributed/utils.py`)."""
+RECIPE = Program(rotation=FUSED["rotation"], whole_gradients=True, narrow_loss=True, own_attention=True)
+"""NeMo AutoModel's recipes of models with experts (`examples/llm_benchmark` @36044ad3): transformer-engine's norms,
+rotary embeddings and attention, and fp32_upcast: false."""
 TORCHTITAN = Program(rotation=(10.0, 10.5), compiled_loss=True)
 """torchtitan 0.3, whose rotary embeddings are complex numbers in fp32."""
 PLAIN = Program(rotation=(10.2, 10.1), fused_norm=False)
