@@ -337,12 +337,10 @@ def test_an_estimate_compares_splits_of_layers_and_of_data_with_each_kind_alone(
 
 
 @pytest.mark.costly
-def test_a_slower_group_has_fewer_layers_and_is_named(
-    flag: Flag, spec: Callable[..., str], mixing: Callable[..., Mixing]
-) -> None:
-    listed = json.loads(flag("estimate", spec(NEW, OLD), "--top", "100", "--json").out)
-    assert any((each["candidate"]["meshes"] or "").startswith("new") for each in listed)
-    found = mixing(NEW, OLD)
+def test_a_slower_group_has_fewer_layers_and_is_named(spec: Callable[..., str]) -> None:
+    plan = api.estimate(spec(NEW, OLD), top=100)
+    assert any((each["candidate"]["meshes"] or "").startswith("new") for each in plan.candidates)
+    found = given(plan.mixing)
     assert found.kinds == ("new", "old")
     chips = [chip for stages in found.stages for chip, _ in stages]
     assert all(sum(layers for _, layers in stages) > 1 for stages in found.stages)
