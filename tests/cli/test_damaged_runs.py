@@ -136,8 +136,9 @@ def large(path: Path) -> None:
 
 
 @pytest.fixture
-def run(made_run: Path, tmp_path: Path) -> Path:
+def run(made_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a copy of a finished run, next to a file of the user."""
+    monkeypatch.setattr("flagcore.tuner.journal.MAX_BYTES", 1 << 24)  # to read more takes a second
     (tmp_path / "outside").write_text(OUTSIDE)
     return Path(shutil.copytree(made_run, tmp_path / "run"))
 

@@ -138,7 +138,8 @@ class Runs:
     def engines(self, where: Path) -> None:
         serve, envs = {"slo": {"ttft_s": {"p99": 100.0}}}, {"HF_TOKEN": "a-secret-of-mine"}
         engine = ["llamacpp", "vllm"]
-        spec = self.project(where).served(behaviour="brief", engine=engine, serve=serve, envs=envs)
+        space = {"parallel": [1, 4]}
+        spec = self.project(where).served(behaviour="brief", engine=engine, serve=serve, envs=envs, space=space)
         api.tune(spec, run_dir=where)
 
 
