@@ -310,12 +310,16 @@ class DeepSpeed(Trainer):
             numbers = self.numbers(task, columns)
             return np.asarray((numbers[ZERO] == 0) & (numbers[OFFLOAD] == 1))
 
+        content = self.content(task.spec)
+        is_muon = str(start.value_at(content, "optimizer.type")).lower() == "muon"
+        scatters = is_muon and start.value_at(content, SCATTERS) is not False
         devices, model, length = task.cluster.devices, task.spec.model, task.spec.train.seq_length
         heads = (each.num_heads for each in attention_counts(model))
         shared = math.gcd(length, model.num_attention_heads, *heads)
         return (
             *super().rules(task),
             rule("offload_needs_zero", broken),
+            rule("muon_scatters", lambda c: (self.numbers(task, c)[ZERO] == 3) & scatters, key=SCATTERS),
             rule("hpz_groups", lambda c: devices % np.maximum(c[HPZ], 1) != 0, devices=devices),
             rule("ulysses", lambda c: shared % np.maximum(c.get(ULYSSES, 1), 1) != 0, shared=shared),
             rule("autotp_or_ulysses", lambda c: np.asarray((c.get(AUTOTP, 1) > 1) & (c.get(ULYSSES, 1) > 1))),
@@ -345,6 +349,8 @@ class DeepSpeed(Trainer):
         return keys | {"data_parallel_size" if sequence > 1 else "sequence_parallel_size": None}
 
 
+SCATTERS = "zero_optimization.reduce_scatter"
+"""On by default, and refused by ZeRO 3 with Muon (DeepSpeed 0.19.8 `runtime/zero/stage3.py`)."""
 GROUP, PARAMETERS = "sub_group_size", "offload_param"
 REUSED, LIVE, PREFETCHED, PERSISTENT = (
     f"stage3_{name}"

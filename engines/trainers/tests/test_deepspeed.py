@@ -168,6 +168,16 @@ def test_settings_without_effect_are_one_candidate_and_offload_needs_zero() -> N
     assert offload({ZERO: np.array([0, 0]), OFFLOAD: np.array([1, 2])}).tolist() == [True, False]
 
 
+@pytest.mark.parametrize(("given", "refused"), [({}, [False, True]), ({"reduce_scatter": False}, [False, False])])
+def test_zero_3_with_muon_scatters_no_gradients(tmp_path: Path, given: dict[str, bool], refused: list[bool]) -> None:
+    """DeepSpeed 0.19.8 raises ValueError when it starts, for the default of `reduce_scatter`."""
+    config = {"optimizer": {"type": "Muon"}, "zero_optimization": {"stage": 2, **given}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    job = task(engine="deepspeed", command=("deepspeed", "x.py", "--deepspeed", "ds.json"), directory=str(tmp_path))
+    (found,) = (rule.broken for rule in DEEPSPEED.rules(job) if rule.name == "muon_scatters")
+    assert found({ZERO: np.array([2, 3])}).tolist() == refused
+
+
 @pytest.mark.parametrize(("hpz", "is_legal"), [(2, True), (8, False)])
 def test_ranks_with_a_second_copy_divide_the_devices(hpz: int, is_legal: bool) -> None:
     rules = {rule.name: rule.broken for rule in DEEPSPEED.rules(task(engine="deepspeed", command=("x",)))}
