@@ -14,15 +14,7 @@ from flagcore.domain.spec import SERVING, objective_value
 from flagcore.domain.trial import RUN
 from flagcore.i18n import N_, _
 from flagcore.report.formats import NAMES, Notebook, hardware_text, render, shown, table, table_columns
-from flagcore.report.text import (
-    funnel,
-    heading,
-    layers_text,
-    part_name,
-    repeats_text,
-    settings_text,
-    values_text,
-)
+from flagcore.report.text import funnel, heading, layers_text, part_name, repeats_text, settings_text, values_text
 
 HEADINGS = NAMES["component_memory"]
 TEMPORARY, FREED = N_("temporary"), N_("freed before the peak")

@@ -215,14 +215,10 @@ class _Rl(RlJob):
     source: Any = None
 
 
-def _rl_of(job: _Rl, _context: Context) -> RlSpec:
-    return work_of(job, engine_version=job.engine_version)
-
-
 class Record(AnyRecord):
     """A record of reinforcement learning."""
 
-    rl: Annotated[_Rl, rule(_rl_of)]
+    rl: Annotated[_Rl, rule(lambda job, _context: work_of(job, engine_version=job.engine_version))]
     candidate: dict[str, Any]
 
 

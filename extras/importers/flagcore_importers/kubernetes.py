@@ -109,16 +109,12 @@ def _replicas(specs: Sequence[Mapping[str, Any]], images: Images, *, is_any: boo
     """Yield the containers of a job with several kinds of pods: of all kinds, or of the one that starts the others."""
     counts = [count_of(each.get("replicas")) for each in specs]
     pods = [[*pods_of(each.get("template"), images)] for each in specs]
-    sizes = [*map(_most_devices, pods)]  # 0 for one that only starts
+    sizes = [max((each.devices or 0 for each in pod), default=0) for pod in pods]  # 0 for one that only starts
     hosts = sum([n for n, size in zip(counts, sizes, strict=True) if size] or counts)
     launcher = ([pod for pod, size in zip(pods, sizes, strict=True) if not size] or pods)[0]
     programs = {each.words: each for pod in reversed(pods) for each in pod}
     for start in programs.values() if is_any else launcher:
         yield _in_job(start, hosts, start.devices or max(sizes))
-
-
-def _most_devices(pod: Sequence[Start]) -> int:
-    return max((each.devices or 0 for each in pod), default=0)
 
 
 def _in_job(start: Start, hosts: int, devices: int) -> Start:

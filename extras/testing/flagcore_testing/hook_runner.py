@@ -63,10 +63,6 @@ def _logging() -> object:
     return root.level, tuple(map(id, root.handlers)), tuple(map(id, handlers)), root.manager.disable
 
 
-def _signals() -> object:
-    return [*map(_HANDLER, SIGNALS)]
-
-
 def _numpy_random() -> object:
     name, keys, *other_state = np.random.get_state(legacy=True)
     return name, bytes(np.asarray(keys)), tuple(other_state)
@@ -82,7 +78,7 @@ PARTS: Mapping[str, Callable[[], object]] = {
     "logging of the program": _logging,
     "filters of warnings": lambda: [str(each) for each in warnings.filters],
     "error handling of numpy": np.geterr,
-    "signal handlers": _signals,
+    "signal handlers": lambda: [*map(_HANDLER, SIGNALS)],
     "random numbers of random": random.getstate,
     "random numbers of numpy": _numpy_random,
 }

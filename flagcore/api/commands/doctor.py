@@ -282,10 +282,7 @@ def _now(loaded: plugins.LoadedPlugins, device: Device) -> dict[str, Any]:
             found = device_use(reader)
             use = (*found.processes, found.blocked, found.pending)
     in_use = figures.get(MEMORY_IN_USE)
-    return {
-        "in_use_gib": None if in_use is None else in_use / 2**30,
-        "use": "; ".join(filter(None, use)) or None,
-    }
+    return {"in_use_gib": None if in_use is None else in_use / 2**30, "use": "; ".join(filter(None, use)) or None}
 
 
 def _record(

@@ -54,13 +54,7 @@ def imported_candidate(problem: Problem, given: Mapping[str, KnobValue]) -> Cand
 
 
 def save_trials(
-    folder: Path,
-    problem: Problem,
-    data: Mapping[str, object],
-    base: Path,
-    trials: list[Trial],
-    *,
-    experience: bool,
+    folder: Path, problem: Problem, data: Mapping[str, object], base: Path, trials: list[Trial], *, experience: bool
 ) -> tuple[Trial, ...]:
     """Write the trials to the folder of a run and, with `experience`, their measurements for use by other runs."""
     from flagcore.tuner.store import OptunaStore  # importing optuna is slow

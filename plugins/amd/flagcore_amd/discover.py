@@ -3,7 +3,7 @@
 import re
 
 from flagcore_vendorkit.detection import DeviceDetector, list_with
-from flagcore_vendorkit.machine import TorchReport, tool_output
+from flagcore_vendorkit.machine import tool_output
 from flagcore_vendorkit.rows import Listing
 
 from flagcore_amd import smi
@@ -28,10 +28,6 @@ def _read(timeout_seconds: float) -> Listing:
     return smi.with_metrics(found, smi.read_metrics(tool_output(*METRICS, timeout_seconds=timeout_seconds) or ""))
 
 
-def _is_own_torch(report: TorchReport) -> bool:
-    return "+rocm" in report.version or all(smi.is_amd(each.chip) for each in report.devices)
-
-
 class AmdDetector(DeviceDetector):
     """A detector that reads the links from rocm-smi's matrix, which contains 0 on its diagonal."""
 
@@ -52,6 +48,6 @@ DETECTOR = AmdDetector(
     pci_vendor=PCI_VENDOR,
     pci_classes=("0x0380", "0x12"),  # without VGA controllers (0x0300), as for other vendors
     torch_device="cuda",
-    trusts=_is_own_torch,
+    trusts=lambda report: "+rocm" in report.version or all(smi.is_amd(each.chip) for each in report.devices),
     topology=("rocm-smi", "--showtopotype"),
 )

@@ -4,8 +4,6 @@ identify it.
 A card with two chips (BI-V150, MR-V100 DUO) has two devices.
 """
 
-from collections.abc import Mapping
-
 from flagcore_vendorkit.detection import DeviceDetector, list_with
 from flagcore_vendorkit.machine import TorchReport, tool_output
 
@@ -20,10 +18,6 @@ def _is_own_torch(report: TorchReport) -> bool:
     return named or "corex" in report.attributes or "+corex" in report.version
 
 
-def _uuids() -> Mapping[int, str]:
-    return smi.uuids(tool_output("ixsmi", "--query-gpu=index,uuid", "--format=csv,noheader") or "")
-
-
 DETECTOR = DeviceDetector(
     vendor="iluvatar",
     tool="ixsmi",
@@ -35,6 +29,6 @@ DETECTOR = DeviceDetector(
     torch_device="cuda",
     torch_attributes=("corex",),
     trusts=_is_own_torch,
-    uuids=_uuids,
+    uuids=lambda: smi.uuids(tool_output("ixsmi", "--query-gpu=index,uuid", "--format=csv,noheader") or ""),
     topology=("ixsmi", "topo", "-m"),
 )

@@ -1,16 +1,11 @@
 """Finds Kunlunxin XPUs with xpu-smi. The vendor's torch uses the device name cuda and may call a device just GPU."""
 
 from flagcore_vendorkit.detection import DeviceDetector, list_with
-from flagcore_vendorkit.machine import TorchReport
 
 from flagcore_kunlunxin import smi
 
 PCI_VENDOR = 0x1D22
 """Baidu's PCI vendor ID. The PCI ID database lists the cards under it."""
-
-
-def _is_own_torch(report: TorchReport) -> bool:
-    return all(each.chip == "GPU" or smi.is_xpu(each.chip) for each in report.devices)
 
 
 DETECTOR = DeviceDetector(
@@ -24,5 +19,5 @@ DETECTOR = DeviceDetector(
     pci_vendor=PCI_VENDOR,
     torch_device="cuda",
     topology=("xpu-smi", "topo", "-m"),
-    trusts=_is_own_torch,
+    trusts=lambda report: all(each.chip == "GPU" or smi.is_xpu(each.chip) for each in report.devices),
 )

@@ -1,11 +1,10 @@
 """Finds MetaX GPUs. MetaX's torch uses the device name cuda, so its version or the devices' names identify it."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from flagcore_vendorkit.detection import DeviceDetector, list_with
-from flagcore_vendorkit.machine import TorchReport, tool_output
+from flagcore_vendorkit.machine import tool_output
 from flagcore_vendorkit.rows import adapter_share, read_matrix
 
 from flagcore_metax import smi
@@ -46,14 +45,6 @@ def peer_memory_problem(root: Path = Path("/")) -> str:
     return f"/{PEER_MEMORY} is missing: GPUDirect RDMA of MetaX is off, so nodes exchange data slowly"
 
 
-def _is_own_torch(report: TorchReport) -> bool:
-    return "+metax" in report.version or all(NAME.match(each.chip) for each in report.devices)
-
-
-def _uuids() -> Mapping[int, str]:
-    return next((found for tool in TOOLS if (found := smi.uuids(tool_output(tool, "-L") or ""))), {})
-
-
 class MetaxDetector(DeviceDetector):
     """A detector that runs whichever of the two tools is installed."""
 
@@ -71,7 +62,7 @@ DETECTOR = MetaxDetector(
     device_file=DEVICE_FILE,
     pci_vendor=PCI_VENDOR,
     torch_device="cuda",
-    trusts=_is_own_torch,
-    uuids=_uuids,
+    trusts=lambda report: "+metax" in report.version or all(NAME.match(each.chip) for each in report.devices),
+    uuids=lambda: next((found for tool in TOOLS if (found := smi.uuids(tool_output(tool, "-L") or ""))), {}),
     topology=(TOOLS[0], "topo", "-n"),
 )

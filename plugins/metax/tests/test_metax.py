@@ -8,8 +8,7 @@ import pytest
 import yaml
 from flagcore_metax import hooks, smi
 from flagcore_metax.discover import DETECTOR, peer_memory_problem
-from flagcore_metax.hooks import plugin
-from flagcore_metax.islands import ISLAND, c500_topology, island_size
+from flagcore_metax.hooks import ISLAND, c500_topology, island_size, plugin
 from flagcore_testing import PluginConformance, fakes
 from flagcore_testing.examples import task_on
 from flagcore_testing.package import saved_outputs

@@ -4,7 +4,7 @@ so PCI IDs and names identify the devices."""
 import time
 
 from flagcore_vendorkit.detection import DeviceDetector
-from flagcore_vendorkit.machine import TorchReport, query_tool, tool_output
+from flagcore_vendorkit.machine import query_tool, tool_output
 from flagcore_vendorkit.rows import Listing
 
 from flagcore.domain.chip import DeviceUse
@@ -34,10 +34,6 @@ def _uses(timeout_seconds: float) -> dict[int, DeviceUse]:
     return smi.uses(devices, run_query("compute-apps", smi.PROCESS_FIELDS))
 
 
-def _is_own_torch(report: TorchReport) -> bool:
-    return not report.attributes and all(smi.is_nvidia(each.chip) for each in report.devices)
-
-
 DETECTOR = DeviceDetector(
     vendor="nvidia",
     tool="nvidia-smi",
@@ -50,7 +46,7 @@ DETECTOR = DeviceDetector(
     pci_classes=("0x0302", "0x12"),  # without VGA controllers: the GPU of a desktop may only drive its screen
     torch_device="cuda",
     torch_attributes=("corex", "mlu", "musa", "npu"),  # a torch with one of these is another vendor's build
-    trusts=_is_own_torch,
+    trusts=lambda report: not report.attributes and all(smi.is_nvidia(each.chip) for each in report.devices),
     topology=("nvidia-smi", "topo", "-m"),
     uses=_uses,
 )

@@ -1,22 +1,12 @@
 """Finds T-Head PPUs. SAIL's torch uses the device name cuda, so its version or the devices' names identify it."""
 
-from collections.abc import Mapping
-
 from flagcore_vendorkit.detection import DeviceDetector, list_with
-from flagcore_vendorkit.machine import TorchReport, tool_output
+from flagcore_vendorkit.machine import tool_output
 
 from flagcore_thead import smi
 
 PCI_VENDOR = 0x1DED
 """Alibaba's: gpustack/runtime gpustack_runtime/detector/thead.py @88026d62."""
-
-
-def _is_own_torch(report: TorchReport) -> bool:
-    return "+ppu" in report.version or all(smi.is_ppu(each.chip) for each in report.devices)
-
-
-def _uuids() -> Mapping[int, str]:
-    return smi.uuids(tool_output("ppu-smi", "-L") or "")
 
 
 DETECTOR = DeviceDetector(
@@ -30,7 +20,7 @@ DETECTOR = DeviceDetector(
     pci_vendor=PCI_VENDOR,
     pci_classes=("0x0302", "0x12"),
     torch_device="cuda",
-    trusts=_is_own_torch,
-    uuids=_uuids,
+    trusts=lambda report: "+ppu" in report.version or all(smi.is_ppu(each.chip) for each in report.devices),
+    uuids=lambda: smi.uuids(tool_output("ppu-smi", "-L") or ""),
     topology=("ppu-smi", "topo", "-m"),
 )
