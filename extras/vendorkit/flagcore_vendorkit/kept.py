@@ -32,7 +32,6 @@ from flagcore.domain.files import data_folder, read_regular
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, Candidate, Space
 from flagcore.loading.entry_points import installed
-from flagcore.plugins import LoadedPlugins
 
 T = TypeVar("T")
 SWITCH = "FLAGCORE_CACHE"
@@ -48,6 +47,14 @@ MOST_ENTRIES = 1000
 """The most entries of a folder that count. More have folders of data sets, which a spec may name."""
 PASSING = {"_", "OLDPWD", "PWD", "SHLVL"}
 """Variables that a shell changes from command to command."""
+
+
+class Named:
+    """An object that its `identity` tells from others: what else it has is what it has answered so far."""
+
+    @property
+    def identity(self) -> object:
+        raise NotImplementedError
 
 
 def kept(compute: Callable[[], T], about: Iterable[object], is_certain: Callable[[], bool]) -> T:
@@ -180,8 +187,8 @@ def _content(value: Any) -> Iterator[object]:
             yield from _content((value.__func__, value.__self__))
         elif isinstance(value, BuiltinFunctionType):
             yield from _content(value.__self__)
-    elif isinstance(value, LoadedPlugins):  # what they have answered so far is no part of them
-        yield [(each.name, each.distribution, each.version, each.package, each.hooks) for each in value.plugins]
+    elif isinstance(value, Named):
+        yield value.identity
     else:
         names = [each.name for each in fields(value)] if is_dataclass(value) else sorted(vars(value))
         if "_wrapped" in names:  # a guard of a plugin's object, whose wrapped methods only count calls

@@ -25,7 +25,7 @@ from flagcore.plugins import LoadedPlugins, Plugin, PluginFailure
 from flagcore_vendorkit.calibration.store import Calibration, Calibrations, collective_table, kernel_table
 from flagcore_vendorkit.choices import Choice, choices
 from flagcore_vendorkit.engines import read_maturity
-from flagcore_vendorkit.kept import kept
+from flagcore_vendorkit.kept import Named, kept
 from flagcore_vendorkit.machine import TorchReport, query_torch
 from flagcore_vendorkit.settings import unmodelled_on_all_engines
 
@@ -34,7 +34,7 @@ CALIBRATED = "calibration"
 """The source name of a chip that only a calibration describes."""
 
 
-class ExtendedPlugins(LoadedPlugins):
+class ExtendedPlugins(LoadedPlugins, Named):
     """`LoadedPlugins` with the user's measurements: kernel and collective times of calibrations, and knobs of choices.
 
     `warn` is called once for each calibration in use, for a calibration of fewer devices than a node has, and for each
@@ -116,6 +116,10 @@ class ExtendedPlugins(LoadedPlugins):
 
     def unlisted_chip(self) -> tuple[Chip, EngineSupport, tuple[Device, ...]] | None:
         return uncatalogued(self)
+
+    @property
+    def identity(self) -> object:
+        return [(each.name, each.distribution, each.version, each.package, each.hooks) for each in self.plugins]
 
     def kept(self, compute: Callable[[], T], about: Iterable[object]) -> T:
         """Return the result of `compute`, or of an earlier command, if all plugins are installed distributions."""
