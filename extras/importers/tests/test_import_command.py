@@ -238,3 +238,9 @@ def test_a_script_that_takes_memory_without_end_is_stopped(folder: Path, monkeyp
     records, problem = shell.trace_script(("bash", "run.sh"), str(folder), {})
     assert not records
     assert "exit code" in problem
+
+
+def test_a_flag_that_the_newest_release_lacks_is_left_out() -> None:
+    found = read_command(None, ["vllm serve Qwen/Qwen3-8B --disable-log-requests --swap-space 4"])
+    assert [*found.data["serve"]["engine_args"]] == ["swap-space"]
+    assert any("dropped" in each.text for each in found.notes if "disable-log-requests" in str(each))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.inputs import UNNAMED, LoadedSpec, check_chips, check_spec
+from flagcore.api.inputs import LoadedSpec, check_chips, check_spec
 from flagcore.api.notes import LOG
 from flagcore.contracts import ImportedSpec
 from flagcore.domain.chip import USUAL_DEVICES
@@ -39,7 +39,7 @@ def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mappin
     data[kind] = {"engine": engine, **(values if inner == kind else {inner: dict(values)})}
     sections: dict[str, type[Section]] = {"": CommonSection, "cluster": ClusterSection, **parts}
     data["auto_tuner"] = {"control": {"max_trials": 20, "max_time": 3600}}
-    check_spec(LoadedSpec(UNNAMED, data))
+    check_spec(LoadedSpec(job_name(Path(model).name), data))
     check_chips(cluster)
     return ImportedSpec(data=data, notes=tuple(_comments(data, sections)))
 

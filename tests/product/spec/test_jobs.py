@@ -271,6 +271,7 @@ def test_all_other_keys_of_public_models_are_read() -> None:
     [
         ("qwen/qwen3-8b", "Qwen/Qwen3-8B", None),
         ("Qwen/Qwen3-8B-FP8", "Qwen/Qwen3-8B", "fp8"),
+        ("amd/Llama-3.3-70B-Instruct-FP8-KV", "meta-llama/Llama-3.3-70B-Instruct", "fp8"),
         ("Qwen/Qwen2.5-72B-Instruct-GPTQ-Int8", "Qwen/Qwen2.5-72B", "int8"),
         ("RedHatAI/DeepSeek-R1-0528-quantized.w4a16", "deepseek-ai/DeepSeek-R1", "int4"),
         ("nvidia/DeepSeek-V3.1-NVFP4", "deepseek-ai/DeepSeek-V3.1", "nvfp4"),

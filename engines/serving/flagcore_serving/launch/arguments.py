@@ -160,7 +160,7 @@ class Arguments:
         if found and not found.removed:
             fix = found.fix.replace("did you mean ", "did you mean --")
             self._problems.append(SpecError(key=flag, problem=found.problem, fix=fix))
-        elif found and found.is_certain:
+        elif found and (found.is_certain or found.fix == "remove it"):  # the newest release counts
             self._notes.note(flag, f"dropped: {found.problem}; {found.fix}", "serve.engine_args")
             return False
         elif found:
