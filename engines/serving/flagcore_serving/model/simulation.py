@@ -274,7 +274,7 @@ class Simulation:
         A prompt belongs to one attention DP rank, which has a scheduler and a budget of its own (vLLM
         `docs/serving/data_parallel_deployment.md`; SGLang `managers/data_parallel_controller.py`).
         """
-        admits = not (self.is_tight or self.used + self.held > self.lane.cache_tokens) or self._has_room()
+        admits = self._has_room()
         if not (self.queue or self.partial):
             return False
         decoding = self.running if self.lane.mixes else 0
@@ -491,6 +491,8 @@ class Simulation:
     def _has_room(self) -> bool:
         """Preempt sequences until those that run have slots for their last tokens; return whether none was preempted.
         Only then an iteration admits requests."""
+        if self.used + self.held <= self.lane.cache_tokens and not self.is_tight:
+            return True
         self._count_blocks()
         before = self.running
         while self.used + self.held > self.lane.cache_tokens and self.running > 1:
