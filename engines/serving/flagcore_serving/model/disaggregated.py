@@ -155,8 +155,9 @@ class Disaggregated(Simulation):
 
     def _prompts(self) -> bool:
         """Give slots to requests whose caches have arrived. Return False, because no prompts are computed here."""
-        admits = not self._makes_room()
-        while admits and self.queue and self._admit(0):
+        if not self._has_room():
+            return False
+        while self.queue and self._admit(0):
             request = self.partial.popleft()
             if request.made:  # the request lost its cache, so this instance computes its prompt again
                 tokens = float(request.prompt + request.made)

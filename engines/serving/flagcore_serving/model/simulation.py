@@ -37,9 +37,9 @@ class Simulation:
 
     Sums over sequences are stored as attributes:
 
-    - `used`: tokens of the cache that are taken, in whole blocks.
-    - `phases`: the running sequences that take another block in the next step, and in each one after it, from the place
-      of this step on. Blocks of one token need none.
+    - `used`: tokens of the cache that are taken. Until the cache may be too small, each sequence has `beside` more, at
+      least what its last block does not use. Then whole blocks are counted: `block` is their number of tokens.
+    - `phases`: by step modulo `block`, the running sequences that take another block in it.
     - `offset` + running x `step`: context tokens of the running sequences.
     - `finish` - running x `step`: remaining output tokens of the running sequences.
     - `promised`: output tokens of admitted requests whose prompts are not yet computed.
@@ -64,8 +64,8 @@ class Simulation:
     ) -> None:
         self.think_s = think_s
         self.price, self.lane, self.overheads, self.open = price, price.lane, price.overheads, arrivals is not None
-        self.prefix, self.block = self.lane.shared_prefix, int(self.lane.block)
-        self.phases = [0] * self.block
+        self.prefix, self.beside = self.lane.shared_prefix, self.lane.block - 1.0 + self.lane.fixed
+        self.block, self.is_tight, self.phases = 1, False, list[int]()
         times = arrivals if arrivals is not None else [0.0] * min(concurrency, len(lengths))
         self.requests = [
             Request(times[index] if index < len(times) else inf, int(prompt), max(int(output), 1))
@@ -200,7 +200,7 @@ class Simulation:
         """Return how many tokens of the cache a request occupies, including its states and the unused part of its last
         block."""
         tokens = request.prompt + request.made - self.prefix
-        return tokens + -tokens % self.block + self.lane.fixed
+        return tokens + self.beside if self.block == 1 else tokens + -tokens % self.block + self.lane.fixed
 
     def _admit(self, ended: int) -> bool:
         """Admit the first request of the queue if a slot and enough cache are free; return whether it was admitted. If
@@ -227,6 +227,7 @@ class Simulation:
             if filled > self.price.filled:
                 self.price.filled = filled
             if filled > lane.cache_tokens and (self.running or ended or self.loading):
+                self.is_tight = self.block != lane.block
                 return False
             del self.queue[place]
             if lane.adapters:
@@ -273,7 +274,7 @@ class Simulation:
         A prompt belongs to one attention DP rank, which has a scheduler and a budget of its own (vLLM
         `docs/serving/data_parallel_deployment.md`; SGLang `managers/data_parallel_controller.py`).
         """
-        admits = not self._makes_room()
+        admits = self._has_room()
         if not (self.queue or self.partial):
             return False
         decoding = self.running if self.lane.mixes else 0
@@ -357,9 +358,9 @@ class Simulation:
         if request.first < 0:
             request.first = self.now
         self.promised -= request.output - request.made
-        self.used -= self._cached_tokens(request)
         request.made += 1
-        self.used += self._cached_tokens(request)
+        if self.block == 1 or (request.prompt + request.made - self.prefix) % self.block == 1.0:
+            self.used += self.block
         if request.made >= request.output:
             self._leave_cache(request)
             self._end(request)
@@ -430,10 +431,10 @@ class Simulation:
 
     def _decode(self) -> None:
         steps, ahead = self.heap[0][0] - self.step, self.lag * self.lane.gain  # tokens that are planned ahead
-        filled = self.used + self.held + self.running * (steps + self.block - 1)
+        filled = self.used + self.held + self.running * (steps + self.block - 1.0)
         if filled > self.price.filled:
             self.price.filled = filled
-        if self.running > 1:
+        if filled > self.lane.cache_tokens and self.running > 1:
             steps = self._fitting(steps)
         if self.ending and self.queue:
             steps = min(steps, ceil(ahead))
@@ -455,14 +456,17 @@ class Simulation:
 
     def _grown(self, steps: int) -> int:
         """Return the tokens of the blocks that the running sequences take in the next steps."""
-        cycles, rest = divmod(steps, self.block)
         first = (self.step + 1) % self.block
+        if steps == 1:
+            return self.block * self.phases[first]
+        cycles, rest = divmod(steps, self.block)
         last = first + rest
         taken = cycles * self.running + sum(self.phases[first:last])
         return self.block * (taken + sum(self.phases[: max(last - self.block, 0)]))
 
     def _fitting(self, steps: int) -> int:
         """Return for how many of the next steps the running sequences have blocks: at least for one."""
+        self._count_blocks()
         free = int(max(self.lane.cache_tokens - self.held - self.used, 0.0)) // self.block
         cycles, free = divmod(free, self.running)
         found = cycles * self.block + 1
@@ -471,13 +475,29 @@ class Simulation:
                 found, free = found + 1, free - taken
         return min(found, steps)
 
-    def _makes_room(self) -> bool:
-        """Preempt sequences until those that run have slots for their last tokens; return whether one was preempted.
-        Then an iteration admits no request."""
+    def _count_blocks(self) -> None:
+        """Count whole blocks from now on, if they are larger than a token."""
+        self.is_tight = False
+        if self.block == self.lane.block:
+            return
+        self.block, lasting = int(self.lane.block), (*self.partial, *self.loading)
+        self.phases, self.used = [0] * self.block, sum(map(self._cached_tokens, lasting))
+        for request in self.order:
+            if request.ticket:
+                self.phases[self._phase(request)] += 1
+                tokens = request.context + self.step - request.since - self.prefix
+                self.used += tokens + -tokens % self.block + self.lane.fixed
+
+    def _has_room(self) -> bool:
+        """Preempt sequences until those that run have slots for their last tokens; return whether none was preempted.
+        Only then an iteration admits requests."""
+        if self.used + self.held <= self.lane.cache_tokens and not self.is_tight:
+            return True
+        self._count_blocks()
         before = self.running
         while self.used + self.held > self.lane.cache_tokens and self.running > 1:
             self._preempt()
-        return self.running < before
+        return self.running == before
 
     def _preempt(self) -> None:
         """Move the sequence that started last to the front of the queue, so that it is computed again."""

@@ -178,6 +178,13 @@ def test_a_small_cache_preempts_sequences_and_all_are_answered(ahead: float) -> 
     assert small_cache.duration > large_cache.duration
 
 
+@pytest.mark.parametrize(("blocks", "preemptions"), [(4, 0), (3, 1)])
+@pytest.mark.parametrize("ahead", [0.0, 1.0])
+def test_sequences_take_whole_blocks_but_none_for_the_last_token(blocks: int, preemptions: int, ahead: float) -> None:
+    lane = replace(LANE, cache_tokens=16.0 * blocks, ahead=ahead)
+    assert Simulation(price_of(lane), [(16, 17)] * 2, [0.0] * 2, 2).run().preemptions == preemptions
+
+
 def test_an_engine_that_reserves_output_tokens_never_preempts() -> None:
     price = price_of(replace(LANE, cache_tokens=2000.0), reserve=1.0)
     assert Simulation(price, [(200, 300)] * 8, [0.0] * 8, 8).run().preemptions == 0
