@@ -75,6 +75,8 @@ def main() -> None:
     trees = [[*compiled, *_folders(ROOT)], *([_folders(options.base.resolve())] if options.base else [])]
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["PYTHONPYCACHEPREFIX"] = f"{folder}/compiled"  # as after an installation
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         specs = {name: Path(folder, f"{name}.yaml") for name in ("size", "mixed", "rl")}
         for name, text in (("size", SIZED), ("mixed", MIXED), ("rl", RL)):
             specs[name].write_text(text)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from flagcore.i18n import _
 JOURNAL = "journal.log"
 MAX_BYTES, MAX_GAP = 1 << 28, 1000
 """The maximum size of a journal, in which a trial takes about 5 KB, and of a gap in the numbers of its trials."""
-TRIAL = TypeAdapter(Trial)
+_adapter = cache(TypeAdapter)  # made on first use, because it takes long
 MAX_INT = 2**63 - 1
 CREATE_STUDY, CREATE_TRIAL, SET_STATE, SET_ATTRIBUTE = 0, 4, 6, 8
 """The operations that flagcore writes, as in `JournalOperation` of `optuna.storages.journal`."""
@@ -187,9 +188,8 @@ def read_trial(number: int, attributes: Mapping[str, Any]) -> Trial:
         predicted = read_prediction(predicted)
     attributes |= {"predicted": predicted or None, "believed": read_belief(attributes.get("believed") or {})}
     unfinished = {"state": TrialState.RUNNING, "log": f"trials/{number}/stdout.log"}
-    trial = TRIAL.validate_python(
-        {**unfinished, **attributes, **result, "number": number, "candidate": Candidate.of(values)}
-    )
+    given = {**unfinished, **attributes, **result, "number": number, "candidate": Candidate.of(values)}
+    trial = _adapter(Trial).validate_python(given)
     if trial.state is TrialState.MEASURED and not trial.measurement:
         raise ValueError(f"trial {number} was measured, but has no figures")
     if trial.fidelity not in FIDELITIES:

@@ -64,7 +64,7 @@ class ServingPlans(Plans):
         self.engine = engine
 
     def defaults(self, task: Task) -> Mapping[str, KnobValue]:
-        return self.engine.defaults(task)
+        return {} if task.spec.serve.only_best else self.engine.defaults(task)
 
     def unusual(self, task: Task, columns: Columns, predictions: Predictions) -> IntArray:
         """Return the number of unusual properties of each candidate.

@@ -369,7 +369,7 @@ def sizing(
         for each in hours
     )
     with _once(said):
-        opened = open_spec(changed_spec(spec, {RATE: "auto", "serve.profile.concurrency": None}))
+        opened = open_spec(changed_spec(spec, {RATE: "auto", "serve.profile.concurrency": None}), change=_for_best)
     return Sizing(
         rate=rate,
         sizes=tuple(found),

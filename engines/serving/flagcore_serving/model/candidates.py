@@ -291,7 +291,7 @@ def _highest(
 
     A search for the highest rate starts where the last one suggests, and tries powers of RESOLUTION, so that candidates
     share requests. A candidate that is FAR below the best and has the layout of an earlier one is not simulated. If the
-    spec asks only for the best, a candidate that does not serve the best rate is not searched: it gets a bound.
+    spec asks only for the best, each candidate is tried at the best rate, and one that does not serve it gets a bound.
     `kinds`: as in `_load_figures`. `expected`: the candidate's rate in closed form. `found`: by layout, and by None for
     all of them, this rate and the metrics of the last candidate; this function updates it.
     """
@@ -306,7 +306,7 @@ def _highest(
         return {name: ratio * figures[name] for name in (*RATES, HIGHEST_LOAD) if name in figures}
 
     start = scaled(expected / before)[HIGHEST_LOAD]
-    if layout in found and start < FAR * best:
+    if layout in found and start < FAR * best and not context.serve.only_best:
         return {**figures, **scaled(expected / before)}
 
     def load_at(value: float) -> float:

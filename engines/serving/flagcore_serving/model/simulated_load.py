@@ -349,7 +349,8 @@ class SimulatedLoad:
             hits = self._hits_of(price, lanes)[:, :count]
             later = 0.0 if self.turn is None else float((self.turn > 0).mean())
             think_s = self.think_s * later  # first turns have no think time
-            found, loads = hits.sum(axis=0).tolist(), self._loads(price, hits).tolist()
+            known = hits.sum(axis=0), self._loads(price, hits)
+            found, loads = (each.tolist() if each.any() else () for each in known)
             adapters = self._adapters(price, rows[:count])
             simulates = price.simulation or Simulation
             simulation = simulates(price, lengths, arrival_times, simulated, found, think_s, images, loads, adapters)
