@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_cambricon.bridges import x8_topology
 from flagcore_cambricon.hooks import plugin as cambricon
+from flagcore_cambricon.hooks import x8_topology
 from flagcore_nvidia.hooks import plugin as nvidia
 from flagcore_testing import fakes
 from flagcore_testing.package import saved_outputs
