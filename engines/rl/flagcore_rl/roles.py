@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from flagcore_serving.job import Load, ServeSpec
+from flagcore_training.frameworks import TILED_LOSS
 
 from flagcore import plugins
 from flagcore.contracts import Engine
@@ -76,6 +77,7 @@ def train_task(
     """Return the task of the trainer with samples of `sequence` tokens. `engine`: that of the trainer.
 
     It trains no multi-token prediction: verl's `model.mtp.enable` is false, and TRL and OpenRLHF train transformers.
+    TRL's loss has no whole logits (1.16 `trainer/grpo_trainer.py`, `add_fused_lm_head`).
     """
     work = job_of(task)
     settings, kind = dict(work.trainer.settings), None
@@ -90,6 +92,7 @@ def train_task(
         implementation=kind,
         settings=settings,
         adapter=adapter,
+        assumed={TILED_LOSS: True} if task.spec.work.engine == "trl" else {},
     )
     part = _task(task, train, devices, train.default_objective)
     return replace(part, spec=replace(part.spec, model=replace(part.spec.model, mtp_num_layers=0)))

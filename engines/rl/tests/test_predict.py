@@ -439,3 +439,10 @@ def test_processes_need_a_launcher(folder: Path) -> None:
     platform = planned(data)
     with pytest.raises(LaunchError, match="accelerate launch"):
         find_engine("trl", "rl.engine").launch(platform, Candidate.of({"micro_batch_size": 1}), "out")
+
+
+def test_trls_updates_have_no_whole_logits() -> None:
+    """trl 1.16: tiles of at most 4096 x 32768 logits, which the vocabulary of this model does not exceed."""
+    tiled, whole = predicted(*(record(engine=name, trainer={"engine": "fsdp2"}) for name in ("trl", "verl")))
+    saved = whole["memory"]["device_used_gib"] - tiled["memory"]["device_used_gib"]
+    assert saved > 10 * 1152 * MODEL["vocab_size"] / 2**30

@@ -20,7 +20,7 @@ COMMON, MEGATRON = TABLES.pop("common"), TABLES.pop("megatron")
 CONFIG = "{config}"
 """A word of a command that stands for the path of the configuration file. Without it, the user's path is replaced."""
 CONFIG_FLAGS = ("--config", "-c", "--config_file", "--config-file", "--accelerate_config")
-PP = "pipeline_model_parallel_size"
+PP, TILED_LOSS = "pipeline_model_parallel_size", "tiled_loss"
 SIZES = ("tensor_model_parallel_size", PP, "context_parallel_size", "expert_model_parallel_size")
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 DEPTHS = "mtp_num_layers"
@@ -35,9 +35,9 @@ def framework_of(words: Sequence[str]) -> str | None:
 
 
 def has_tiled_loss(spec: Spec) -> bool:
-    """Return whether a spec has the command of a framework whose head and loss run on tiles of the logits."""
+    """Return whether a spec is of a framework whose head and loss run on tiles of the logits, by its command."""
     name = framework_of(spec.train.command or ())
-    return name is not None and bool(TABLES[name].get("tiled_loss"))
+    return bool(TABLES[name].get(TILED_LOSS) if name else spec.train.assumed.get(TILED_LOSS))
 
 
 @cache
