@@ -1,10 +1,11 @@
-"""The values of `flag plugins new`, and the toy engine."""
+"""The values of `flag plugins new`, the files of transcripts, and the toy engine."""
 
 import subprocess
 from pathlib import Path
 
 import pytest
 from flagcore_testing import fakes
+from flagcore_testing.package import FOLDER, read_transcripts, saved_outputs
 from flagcore_testing.scaffold import new_plugin
 from flagcore_testing.toy import ENGINE
 from flagcore_vendorkit.machine import TorchReport
@@ -43,6 +44,15 @@ def test_a_new_plugin_has_the_given_values(tmp_path: Path, device: str, trusted:
         assert detector.trusts(TorchReport(**{**report, **trusted}))  # type: ignore[arg-type]
         tools = {"ac-gmi": f'[ "$1" = info ] || exit 1\n{fakes.prints(table)}'}
         assert [each.chip for each in fakes.devices(plugin, tools, AC_RT_VISIBLE="1")] == ["Acme A1"]
+
+
+def test_the_sources_of_transcripts_may_be_one_of_the_texts_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir(parents=True)
+    text = "==> sources.yaml <==\na-1.txt: {source: a lab, tool: a}\n\n==> a-1.txt <==\nA1\n"
+    (tmp_path / FOLDER / "outputs.txt").write_text(text)
+    (transcript,) = read_transcripts(tmp_path)
+    assert (transcript.name, transcript.text, transcript.tool) == ("a-1.txt", "A1\n", "a")
+    assert saved_outputs(tmp_path / FOLDER) == {"a-1.txt": "A1\n"}
 
 
 @pytest.mark.parametrize(
