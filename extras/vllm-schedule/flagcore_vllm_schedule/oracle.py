@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import count
+from runpy import run_path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flagcore_importers import programs
+from flagcore_serving import model as models
 from flagcore_serving.model.request import Request, SimulatedRun
 from flagcore_serving.model.simulation import CHECKED, Simulation
 from flagcore_serving.schedules import Schedule
@@ -25,6 +27,8 @@ from flagcore.domain.space import Candidate
 from flagcore.i18n import N_, Message
 from flagcore_vllm_schedule.process import LIMIT_S, Process, Unanswered
 
+if not TYPE_CHECKING:  # its source: a compiled class has no subclasses
+    Simulation = run_path(f"{models.__path__[0]}/simulation.py")["Simulation"]
 BEST = 10
 """The number of candidates whose loads the engine's scheduler serves."""
 REFUSED = "refused_by_engine"
@@ -134,18 +138,15 @@ class VllmSchedule(Schedule):
         fixed = now.cache_bytes * now.devices / (now.tensor * now.pipeline * now.data)
         given = instance.at_port(1).argv[len(command) :]
         argv = list(given if "--model" in given else ("--model", *given))
-        question: dict[str, Any] = {
-            "do": "start",
-            "argv": argv,
-            "layers": [caches(kind, now) if kind else [] for kind in kinds_of(model)],
-        }
+        layers = [caches(kind, now) if kind else [] for kind in kinds_of(model)]
+        question: dict[str, Any] = {"do": "start", "argv": argv, "layers": layers}
         question |= {"bytes": int(cache if math.isnan(fixed) else fixed), "block": now.block_size}
         if not more:
             limits = {"max_num_seqs": now.max_running, "max_num_batched_tokens": now.max_batched_tokens}
             for flag, value in ((f"--{name.replace('_', '-')}", value) for name, value in limits.items()):
                 argv += [flag, str(value)] * (flag not in given)
-            limits |= {"enable_chunked_prefill": bool(now.chunked), "scheduler_cls": None}
-            limits |= {"async_scheduling": now.ahead > 0.0}
+            modes = {"enable_chunked_prefill": bool(now.chunked), "async_scheduling": now.ahead > 0.0}
+            limits |= {**modes, "scheduler_cls": None}
             prefixes = {"enable_prefix_caching": bool(now.prefix_caching)}
             question["set"] = {"scheduler_config": limits, "cache_config": prefixes}
         return self._asked(python, instance.environment), question
