@@ -254,8 +254,8 @@ def _train(task: Task, candidates: list[Values], costs: Costs, framework: Framew
             sequence, held, batch = batches(work, values, samples, replicas, forward=forward, pads_stages=pads)
             key = (devices, sequence, batch, None if forward else work.trainer.adapter)
             groups.setdefault(key, []).append((row, held, forward))
-    for (devices, *sizes, adapter), members in groups.items():
-        part = train_task(task, engine, devices, *sizes, adapter)
+    for (devices, sequence, batch, adapter), members in groups.items():
+        part = train_task(task, engine, devices, sequence, batch, adapter)
         rows = [train_values(engine, candidates[row], devices, held, recompute=not fwd) for row, held, fwd in members]
         own = costs.of(part.cluster, part.spec.work.engine)
         predictions = engine.predict(part, _stacked(engine, part, rows), own)
