@@ -235,6 +235,23 @@ def test_a_search_for_the_best_alone_finds_the_best_with_fewer_simulations(monke
     assert simulated[1] < simulated[0]
 
 
+def test_a_closed_form_that_is_far_too_low_hides_no_best_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, closed_form = (
+        replace(LOAD, concurrency=None, request_rate=1000.0, num_prompts=300),
+        candidates._in_closed_form,
+    )
+
+    def inverted(*arguments: Any, **named: Any) -> dict[str, np.ndarray]:
+        found = closed_form(*arguments, **named)
+        return {**found, "requests_per_s": 1.0 / found["requests_per_s"]}
+
+    monkeypatch.setattr(candidates, "_in_closed_form", inverted)
+    on = task(load, slo={"ttft_s.p99": 1.0}, highest="request_rate", only_best=True)
+    few, many = predicted(on, tensor=8, max_running=[4, 256]).figures["highest_load"]
+    assert many > few
+    assert many == predicted(on, tensor=8, max_running=[256]).figures["highest_load"][0]
+
+
 def test_a_latency_of_several_loads_comes_from_the_heaviest() -> None:
     loads = [replace(LOAD, concurrency=each) for each in (1, 8, 32)]
     found = predicted(task(*loads, objective="ttft_s.p99"))
