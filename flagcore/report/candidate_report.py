@@ -224,8 +224,7 @@ def _changes(report: CandidateReport) -> Iterator[str]:
         yield _("No change is possible: no allowed candidate is left.")
     elif known_s is not None and not changes.keys() & {"faster", "fastest"}:
         yield _("No allowed candidate is expected to be faster.")
-    if changes:
-        yield _("Possible changes (times are {known_by}):", known_by=report.known_by)
+    yield from [_("Possible changes (times are {known_by}):", known_by=report.known_by)] * bool(changes)
     for kind, change in changes.items():
         trial = "" if change.trial is None else f", {_('trial')} {change.trial}"
         used = f"~{change.predicted.device_used_bytes / GIB:.3g} GiB{trial}"
