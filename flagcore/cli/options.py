@@ -341,7 +341,8 @@ class Rate(click.FloatRange):
     """`auto`, or a number in the range, which may end in `/s`."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        return value if value == "auto" else super().convert(value.removesuffix("/s"), param, ctx)
+        number: Any = str(value).removesuffix("/s")
+        return value if value == "auto" else super().convert(number, param, ctx)
 
 
 _RATE = N_("Servers: requests per second that arrive, instead of the load of the spec; auto: the most within limits.")

@@ -128,9 +128,10 @@ class DeepSpeed(Trainer):
             value = start.flag_value(spec.train.command or (), flag)
             if isinstance(value, str) and value:
                 return value
-        fix = f"add {FLAGS[0]} ds_config.json, or set train.program.config"
-        problem = _("names no configuration file of DeepSpeed") if spec.train.command else _("is missing")
-        raise SpecError(key="train.command", problem=problem, fix=fix)
+        fix, problem = f"add {FLAGS[0]} ds_config.json", _("names no configuration file of DeepSpeed")
+        if spec.train.command is None:
+            fix, problem = f"write the command of your program, with {FLAGS[0]} ds_config.json", _("is missing")
+        raise SpecError(key="train.command", problem=problem, fix=f"{fix}, or set train.program.config")
 
     def spec_warnings(self, spec: Spec) -> Sequence[str]:
         words, directory = spec.train.command or (), Path(spec.train.directory or ".")
