@@ -176,11 +176,14 @@ class Megatron(Engine):
         lines = [*checks.spec_warnings(task.spec), *mesh_notes(task), *cut_warnings(task.spec.train)]
         checks.check_variables(task)
         attention, length = attention_counts(task.spec.model), task.spec.train.seq_length
-        has_windows = any(each.window and each.window < length for each in attention)
-        if not has_windows or prediction.training(task).model.layers:
+        narrow = [each for each in attention if each.window and each.window < length]
+        if narrow and not prediction.training(task).model.layers:
+            program = _("flagcore's trial program has no sliding windows")
+        elif any(each.pieces for each in narrow):
+            program = _("Megatron-LM has no attention to pieces")
+        else:
             return lines
-        text = _("flagcore's trial program has no sliding windows: its layers, and predictions, attend to all tokens")
-        return [*lines, text]
+        return [*lines, _("{program}: its layers, and predictions, attend to all tokens", program=program)]
 
     def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
         found = unmodelled(task.spec)

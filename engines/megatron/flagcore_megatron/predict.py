@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from flagcore_models.layers import indexer_of, other_mixers
+from flagcore_models.mixers.attention import Attention
 from flagcore_training.layout import Layout, MeshStages, Training
 from flagcore_training.memory.training import component_table, memory_in_use, stages_in_use
 from flagcore_training.stages import StageGroups, placed, stage, stage_of, stages
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from flagcore.contracts import Costs
 from flagcore.domain.chip import ASSUMED_NETWORK_RANGE
 from flagcore.domain.knob import in_versions
+from flagcore.domain.model import Layer
 from flagcore.domain.prediction import Labels, ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
@@ -277,7 +279,8 @@ def training(task: Task) -> Training:
 
     If the spec names no implementation, flagcore's trial program uses megatron-core's local layers without fused
     activation functions and without sliding windows. A user's command, and any training of layers that the program
-    does not have, is assumed to be Megatron-LM, which uses transformer-engine by default.
+    does not have, is assumed to be Megatron-LM, which uses transformer-engine by default. Megatron-core has no layers
+    that attend to pieces (0.19 `transformer_config.py`): theirs attend to all tokens.
     """
     train, model = task.spec.train, task.spec.model
     kind = train.implementation or (
@@ -286,7 +289,7 @@ def training(task: Task) -> Training:
         else implementation_of_command(task.spec) or "transformer_engine"
     )
     return Training(
-        model=replace(model, layers=()) if kind == "trial" else model,
+        model=replace(model, layers=() if kind == "trial" else tuple(map(_without_pieces, model.layers))),
         sequence=train.seq_length,
         global_batch=train.global_batch_size,
         lengths=train.lengths,
@@ -298,6 +301,12 @@ def training(task: Task) -> Training:
         tower=tower(model, settings_in_force(task.spec)),
         options=options(task),
     )
+
+
+def _without_pieces(layer: Layer) -> Layer:
+    if not isinstance(layer.mixer, Attention) or not layer.mixer.pieces:
+        return layer
+    return replace(layer, mixer=replace(layer.mixer, window=None, pieces=False))
 
 
 def layout_of(task: Task, columns: Columns) -> Layout:

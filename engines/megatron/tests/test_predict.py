@@ -8,13 +8,15 @@ import pytest
 from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.predict import components, layout_of, predict, rank_figures, training
 from flagcore_megatron.space.knobs import candidate_columns
+from flagcore_models.mixers.attention import Attention
+from flagcore_models.networks.dense import Dense
 from flagcore_training.schedules import SCHEDULES
 
 from engines.training.tests.simulation import LLAMA, step_seconds
 from flagcore.contracts import Costs
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
-from flagcore.domain.model import Model
+from flagcore.domain.model import Layer, Model
 from flagcore.domain.prediction import components_of_row
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SettingValue, Task
@@ -327,3 +329,15 @@ def test_parts_are_named_as_papers_name_them() -> None:
     assert " ".join(part.name for part in ENGINE.plans.model(tasks.task(LATENT))) == "Embedding MLA MoE MLP MTP Output"
     found = {part.name: part.layers for part in ENGINE.plans.model(tasks.task())}
     assert found == {"Embedding": 1, "Attention": 4, "MLP": 4, "Output": 1}
+
+
+def test_layers_that_attend_to_pieces_attend_to_all_tokens() -> None:
+    """megatron-core 0.19 has no chunked attention."""
+    pieces = Attention(num_heads=16, groups=8, head_dim=128, value_dim=128, window=1024, pieces=True)
+    whole = dataclasses.replace(pieces, window=None, pieces=False)
+    network = Dense(width=5632, gated=True)
+    layers = [tuple(Layer(mixer=each, network=network) for each in (first, whole)) * 8 for first in (pieces, whole)]
+    models = [dataclasses.replace(DENSE, layers=each) for each in layers]
+    jobs = [tasks.task(each, seq_length=4096, implementation="transformer_engine") for each in models]
+    assert training(jobs[0]).model == training(jobs[1]).model
+    assert [any("pieces" in each for each in ENGINE.warnings(job)) for job in jobs] == [True, False]
