@@ -25,7 +25,8 @@ from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Columns, FloatArray, KnobValue
 from flagcore.domain.spec import Adapter, Task
-from flagcore_rl.job import RlSpec, job_of, packs, tokens_of
+from flagcore_rl.job import RlSpec, job_of
+from flagcore_rl.lengths import packs, tokens_of
 from flagcore_rl.roles import (
     DEVICES,
     ROLLOUT,

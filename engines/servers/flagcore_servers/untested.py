@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from flagcore_importers.dialect import grouped
+from flagcore_importers.programs import grouped
 from flagcore_serving.space import rules
 from flagcore_serving.space.hardware import DP, EP, TP, longest_request
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flagcore_importers.dialect import grouped, placed
+from flagcore_importers.dialect import placed
+from flagcore_importers.programs import grouped
 
 from flagcore.domain.launch import Start
 from flagcore.domain.space import KnobValue

@@ -10,13 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import yaml
 from flagcore_vendorkit.settings import Settings, read_settings
 
 from flagcore.errors import SpecError
 from flagcore.spec.plain_data import load_json, parse_yaml, read_text
+from flagcore_importers.programs import grouped
 from flagcore_importers.values import load_documents
 
 OFF: tuple[Any, ...] = (None, False, "", "none", "no", "false", 0, [], {})
@@ -192,29 +193,6 @@ def flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
                 yield from flat(each if isinstance(each, Mapping) else {"": each}, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-Group: TypeAlias = tuple[str, list[str], list[str], int]
-"""An option: its name, its value after an equals sign (if it has one), the words that follow, and its place."""
-
-
-def _long(word: str) -> tuple[str, str, str]:
-    return word.partition("=") if word.startswith("--") else ("", "", "")
-
-
-def grouped(words: Iterable[str], split: Callable[[str], tuple[str, str, str]] = _long) -> list[Group]:
-    """Return the options of a command. `split`: returns name, equals sign and value of a word.
-
-    Words without a name are values. Those before the first option have an empty name.
-    """
-    groups: list[Group] = [("", [], [], 0)]
-    for place, word in enumerate(words):
-        name, equals, value = split(word)
-        if name:
-            groups.append((name, [value] if equals else [], [], place))
-        else:
-            groups[-1][2].append(word)
-    return groups if groups[0][2] else groups[1:]
 
 
 def placed(words: Sequence[str], read: Callable[[str], Any] = scalar) -> Iterator[tuple[str, Any, int, int]]:

@@ -1,13 +1,15 @@
-"""Finds the program of an engine, and its version in package metadata, without running it."""
+"""Finds the program of an engine and its version in package metadata without running it, and splits its options."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
+from typing import TypeAlias
 
 from flagcore.domain.knob import in_versions
 from flagcore.domain.spec import Spec
@@ -21,6 +23,29 @@ def strip_dashes(flag: str) -> str:
     """Return a flag without leading dashes and with hyphens in place of underscores, except in keys after a dot."""
     name, dot, key = flag.lstrip("-").partition(".")
     return name.replace("_", "-") + dot + key
+
+
+Group: TypeAlias = tuple[str, list[str], list[str], int]
+"""An option: its name, its value after an equals sign (if it has one), the words that follow, and its place."""
+
+
+def _long(word: str) -> tuple[str, str, str]:
+    return word.partition("=") if word.startswith("--") else ("", "", "")
+
+
+def grouped(words: Iterable[str], split: Callable[[str], tuple[str, str, str]] = _long) -> list[Group]:
+    """Return the options of a command. `split`: returns name, equals sign and value of a word.
+
+    Words without a name are values. Those before the first option have an empty name.
+    """
+    groups: list[Group] = [("", [], [], 0)]
+    for place, word in enumerate(words):
+        name, equals, value = split(word)
+        if name:
+            groups.append((name, [value] if equals else [], [], place))
+        else:
+            groups[-1][2].append(word)
+    return groups if groups[0][2] else groups[1:]
 
 
 def find_command(spec: Spec, default: tuple[str, ...], package: str = "") -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any, TypeAlias, cast
 
-from flagcore_importers.dialect import grouped
+from flagcore_importers.programs import grouped
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 

@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flagcore_importers.dialect import grouped
-from flagcore_importers.programs import strip_dashes
+from flagcore_importers.programs import grouped, strip_dashes
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start

@@ -18,11 +18,12 @@ import psutil
 
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_serving.job import Load
+from flagcore_serving.load.client import Encoders, Pairs, send_request, session
 from flagcore_serving.load.figures import PRECISION, SteadyState, decode_error, duration_s, figures_of, steady_figures
 from flagcore_serving.load.progress import Request, Watch
 from flagcore_serving.load.result import CHAT, COMPLETIONS, LoadResult, MinRate, ProblemKind, RequestFailed, Target
 from flagcore_serving.load.routing import BOOTSTRAP, LeastBusy, Prefixes, pieces_of
-from flagcore_serving.load.stream import Encoders, Pairs, Stream, send_request, session
+from flagcore_serving.load.stream import Stream
 from flagcore_serving.load.traces import Traffic
 from flagcore_serving.load.traffic import ADAPTER, body, image_uris, in_flight, prompts, salted, traffic, warm_up, words
 

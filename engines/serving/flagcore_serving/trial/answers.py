@@ -98,7 +98,7 @@ class _Asked:
         """
         import asyncio
 
-        from flagcore_serving.load.stream import post, session  # importing aiohttp is slow, and plans do not need it
+        from flagcore_serving.load.client import post, session  # importing aiohttp is slow, and plans do not need it
 
         async def send(place: int) -> Answer:
             url = self.urls[place % len(self.urls)] + COMPLETIONS
