@@ -67,6 +67,19 @@ def test_parts_of_the_time_add_up_to_the_step(model: Model) -> None:
     assert (found.step_time_s < found.high_s).all()
 
 
+def test_runs_that_wait_for_launches_and_unmeasured_chips_have_wider_intervals() -> None:
+    rows = columns(micro_batch_size=[1, 64], tensor_model_parallel_size=[8, 8], sequence_parallel=[1, 1])
+    known, guessed = (
+        predict(task(EXPERTS), rows, dataclasses.replace(costs(), guessed=each)) for each in (False, True)
+    )
+    for found in (known, guessed):
+        assert (found.high_s / found.step_time_s)[0] > 1.1 * (found.high_s / found.step_time_s)[1]
+    assert (guessed.high_s > known.high_s).all()
+    assert (guessed.low_s < known.low_s).all()
+    graphs = predict(task(EXPERTS, cuda_graph_impl="full_iteration"), rows, costs())
+    np.testing.assert_allclose(graphs.high_s / graphs.step_time_s, 1.25)
+
+
 def test_time_lies_above_the_peak_rate_and_within_reason() -> None:
     found = predict(task(), MANY, costs())
     share = found.model_flops / (found.step_time_s * 8 * 900e12)

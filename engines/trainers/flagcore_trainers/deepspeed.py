@@ -304,7 +304,15 @@ class DeepSpeed(Trainer):
         return Published(task, dict(values), noted, [*length_warnings(task.spec.train, noted), *_one_by_one(task)])
 
     def task_warnings(self, task: Task) -> Sequence[str]:
-        return [*super().task_warnings(task), *_one_by_one(task), *framework.loss_warnings(task)]
+        lines = [*super().task_warnings(task), *_one_by_one(task), *framework.loss_warnings(task)]
+        device = start.value_at(self.content(task.spec), "zero_optimization.offload_optimizer.device")
+        if device in ("cpu", "nvme") or "cpu" in task.spec.space.get(OFFLOAD, ()):
+            text = _(
+                "with the optimizer on the host, memory on the device is uncertain: it may be 2.3 times the prediction,"
+                " as in a published run of ZeRO 3 (LLaMA-Factory issue 5977: 13 GB, 5.8 GiB predicted)"
+            )
+            lines.append(text)
+        return lines
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         def broken(columns: Columns) -> BoolArray:

@@ -274,6 +274,7 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
         rule("use_torch_fsdp2", lambda c: (c[PP] > 1) | (c[EP] > 1) | (c[DIST_OPT] == 1)),
         rule("optimizer", lambda c: (c[DIST_OPT] == 1) & is_unsharded, release=MUON_SHARDED_SINCE.lstrip(">=")),
         rule("tp_comm_overlap", lambda c: c[SP] == 0),
+        rule("use_transformer_engine_op_fuser", lambda c: split.expert_tensor_size(c) > 1),
         rule(
             EXPERT_OVERLAP,
             lambda c: (

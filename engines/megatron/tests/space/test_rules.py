@@ -43,6 +43,7 @@ def broken(values: dict[str, KnobValue], **of_task: Any) -> set[str]:
 SHARDED = {OPTIMIZER: True, DP: 4}
 GATHER = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 AWARE, OVERLAP = "use_precision_aware_optimizer", "overlap_moe_expert_parallel_comm"
+FUSER = "use_transformer_engine_op_fuser"
 SCHEDULE, LAYOUT = "pipeline_schedule", "pipeline_model_parallel_layout"
 VPP, VIRTUAL = "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 
@@ -119,6 +120,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gathered fp8 weights need shards": ("fp8_param_gather", {}, SHARDED, experts(fp8_param_gather=True)),
     "a precision-aware optimizer needs shards": (AWARE, {}, SHARDED, experts(**{AWARE: True})),
     "overlap needs split sequences": ("tp_comm_overlap", {TP: 2}, {TP: 2, SP: True}, experts(tp_comm_overlap=True)),
+    "fused experts are whole": (FUSER, {TP: 2, SP: True, EP: 2}, {EP: 2}, experts(**{FUSER: True})),
     "experts overlap between virtual stages": (OVERLAP, {EP: 2, PP: 2}, {EP: 2}, experts(**{OVERLAP: True})),
     "torch's FSDP has no stages": ("use_torch_fsdp2", {PP: 2}, {DP: 4}, experts(use_torch_fsdp2=True)),
     "torch's FSDP has no expert ranks": ("use_torch_fsdp2", {EP: 2}, {}, experts(use_torch_fsdp2=True)),
