@@ -34,6 +34,8 @@ HICACHE, STORAGE = "hicache_size", "hicache_storage_backend"
 NGRAM, NEED_DRAFT_MODEL = "NGRAM", ("EAGLE", "EAGLE3", "STANDALONE")
 MIN_RUNNING = 2048
 """The smallest default that SGLang uses for max_running_requests."""
+DRAFTING_RUNNING = 48
+"""The default of a server that speculates (0.5.6 `server_args.py`, 0.5.23 `speculative_hook.py`)."""
 COMPRESSED_RUNNING, COMPRESSED_BYTES = 256, 584 / 512
 """The default of models with compressed attention (DeepSeek-V4), and the bytes of an element of a key: 8 bits but for
 64 of 512, with scales (0.5.23 `arg_groups/deepseek_v4_hook.py`, `overrides.py`)."""
@@ -60,6 +62,10 @@ _MEMORY_STEPS = (
 """SGLang's defaults by memory of a device: (below this many GiB, chunked_prefill_size, largest decode graph for TP < 4,
 largest decode graph for TP >= 4). Source: `memory_hook.py`."""
 
+PROMPT_GRAPHS = (*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64))
+"""Tokens of the graphs of prompts, before sizes in steps of 256 to 4,096, and of 512 (`cuda_graph_hook.py`)."""
+PROMPT_GRAPHS_SINCE, EXCHANGE_SINCE = (0, 5, 12), (0, 5, 15)
+"""The first releases seen whose share leaves room for graphs of prompts, and for DeepEP's buffers instead of drafts."""
 MANY_GRAPHS = 300
 """The largest decode graph above which attention data parallelism needs half as much memory again (`memory_hook.py`).
 """
@@ -226,15 +232,44 @@ def graph_mib(task: Task, columns: Columns) -> FloatArray:
 def memory_share(task: Task, columns: Columns) -> FloatArray:
     """Return SGLang's default share of memory for weights and cache, or NaN if the memory is unknown.
 
-    The share leaves SGLang's reserve free.
+    The share leaves SGLang's reserve free. Sources: 0.5.6, 0.5.9, 0.5.12 and 0.5.15 `server_args.py`, 0.5.23
+    `memory_hook.py`.
     """
     mib = Hardware.of(task).memory_bytes / 2**20
     chunk, prefill = chunk_sizes(task, columns), PROGRAM.values(columns, PREFILL)
     reserved_mib = 512 + 1.5 * np.maximum(np.where(chunk > 0, chunk, prefill), 2048) + graph_mib(task, columns)
-    reserved_mib = reserved_mib + columns[TP] * columns[DP] * columns[PP] / 8 * 1024
+    reserved_mib = reserved_mib + columns[TP] * columns[DP] * columns[PP] / 8 * 1024 + _prompt_graph_mib(task, columns)
     if mib > 60 * 1024:
         reserved_mib = np.maximum(reserved_mib, 10 * 1024)
-    return np.round((mib - reserved_mib) / mib, 3)
+    number, exchanges = _release(task), columns[EXCHANGE] == PROGRAM.code(EXCHANGE, "deepep")
+    if number >= EXCHANGE_SINCE:
+        reserved_mib = reserved_mib + 2048 * (exchanges & (columns[EAGER] == 0))
+    else:
+        drafts = (columns[SPECULATION] > 0) & (columns[SPECULATION] != PROGRAM.code(SPECULATION, NGRAM))
+        whole = columns[SPECULATION] == PROGRAM.code(SPECULATION, "STANDALONE")
+        reserved_mib += np.where(whole, 6144, drafts * (4096 if number >= PROMPT_GRAPHS_SINCE else 2048))
+    share: FloatArray = np.round((mib - reserved_mib) / mib, 3)
+    vision = None if PROGRAM.text_only(task.spec) else task.spec.model.vision
+    if vision:  # a tower of 24 layers of 1,024 elements takes 5%, and each further one 10% of the rest
+        size = vision.num_layers * vision.hidden_size**2 / (24 * 1024**2)
+        share = share * 0.95 * min(max(1.1 - 0.1 * size, 0.8), 1.05)
+    return share
+
+
+def _prompt_graph_mib(task: Task, columns: Columns) -> FloatArray:
+    """Return what SGLang's default share leaves free for graphs of prompts, in MiB: on NVIDIA's chips without stages.
+
+    Latent attention has a fixed size, other attention 8 MiB for each graph. Of models with images, only some have such
+    graphs, which is ignored. Source: sglang 0.5.23 `memory_hook.py`, `cuda_graph_hook.py`.
+    """
+    model, chunk = task.spec.model, chunk_sizes(task, columns)
+    is_nvidia = task.cluster.groups[0].chip.architecture.startswith("sm_")
+    if not is_nvidia or model.vision or _is_compressed(task) or _release(task) < PROMPT_GRAPHS_SINCE:
+        return np.zeros(chunk.shape)
+    sizes = (*PROMPT_GRAPHS, *range(1280, 4097, 256), *range(4608, int(chunk.max(initial=0)) + 1, 512))
+    each = 1536.0 if latent_layers(model) else 8.0 * np.searchsorted(sizes, chunk, side="right")
+    found: FloatArray = each * ((columns[EAGER] == 0) & (columns[PP] <= 1) & (columns[knobs.OVERLAP] == 0))
+    return found
 
 
 def _is_aiter(task: Task, columns: Columns) -> BoolArray:
@@ -328,7 +363,8 @@ def settings(task: Task, columns: Columns) -> Settings:
     share = np.where(is_long, 0.85 * share, share)
     given = other_args.get("mamba-full-memory-ratio")
     ratio = float(given) if isinstance(given, (int, float)) and given > 0 else STATE_RATIO
-    running = np.maximum(COMPRESSED_RUNNING // values[DP], 1) if _is_compressed(task) else MIN_RUNNING
+    drafting = np.where(values[SPECULATION] > 0, np.maximum(DRAFTING_RUNNING // values[DP], 1), MIN_RUNNING)
+    running = np.maximum(COMPRESSED_RUNNING // values[DP], 1) if _is_compressed(task) else drafting
     return Settings.of(
         task,
         values,
@@ -355,10 +391,15 @@ def settings(task: Task, columns: Columns) -> Settings:
     )
 
 
+def _release(task: Task) -> tuple[int, ...]:
+    """Return the release of a task's engine: the newest if it is unknown."""
+    return release(PROGRAM.version(task.spec)) or (sys.maxsize,)
+
+
 def _batches_ahead(task: Task, other_args: Mapping[str, EngineArg], columns: Columns) -> FloatArray:
     """Return how many batches each candidate plans ahead: one by default, but none with pipeline stages (0.5.23
     `arg_groups/overrides.py`), and with drafts or cached states only in newer releases."""
-    number = release(PROGRAM.version(task.spec)) or (sys.maxsize,)
+    number = _release(task)
     tracks = number >= STATES_AHEAD_SINCE or other_args.get("mamba-scheduler-strategy") == "extra_buffer"
     is_on = (columns[ASYNC] != 0) & (columns[PP] <= 1)
     is_on &= (columns[SPECULATION] == 0) | (number >= DRAFTS_AHEAD_SINCE)

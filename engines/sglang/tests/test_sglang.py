@@ -12,8 +12,9 @@ from flagcore_sglang.engine import ENGINE as ENGINE
 from engines.models.tests.examples import mixed
 from engines.serving.tests.engines.tasks import GIB, broken, planned, server, settings
 from flagcore.api import estimate_jobs
+from flagcore.domain.model import Model
 from tests.product.serving_inputs import LATENT
-from tests.product.tasks import DENSE
+from tests.product.tasks import DENSE, VISION
 
 SPARSE = mixed(LATENT, {"indexer": Indexer(heads=32, head_dim=128, top_k=2048)}, LATENT.num_layers)
 
@@ -131,6 +132,49 @@ def test_compressed_attention_has_its_own_defaults() -> None:
     assert found.max_running.item() == 64
     assert found.cache_element_bytes.item() == 584 / 512
     assert settings(task, max_running_requests=128, kv_cache_type="bfloat16").cache_element_bytes.item() == 2.0
+
+
+def test_a_server_that_speculates_runs_48_requests_of_all_attention_groups_by_default() -> None:
+    def running(**values: Any) -> float:
+        return float(settings(cards(), **values).max_running.item())
+
+    assert (running(), running(speculation="NGRAM")) == (2048, 48)
+    assert running(speculation="NGRAM", data_parallel_size=2) == 24
+    assert running(speculation="NGRAM", max_running_requests=96) == 96
+
+
+@pytest.mark.parametrize(
+    ("model", "version", "values", "mib"),
+    [
+        (DENSE, "0.5.23", {}, 8 * 58),  # 58 sizes up to 8,192 tokens
+        (DENSE, "0.5.23", {"chunked_prefill_size": -1}, 1.5 * (16384 - 8192)),
+        (DENSE, "0.5.23", {"enforce_eager": True}, -512),  # no graphs of answers either: 256 of 2 MiB
+        (DENSE, "0.5.23", {"all2all_backend": "deepep"}, 8 * 58 + 2048),
+        (LATENT, "0.5.23", {}, 1536),
+        (LATENT, "0.5.9", {}, 0),
+        (DENSE, "0.5.9", {"speculation": "EAGLE3"}, 2048),
+        (DENSE, "0.5.12", {"speculation": "STANDALONE"}, 8 * 58 + 6144),
+        (DENSE, "0.5.15", {"speculation": "STANDALONE"}, 8 * 58),
+    ],
+)
+def test_the_share_of_memory_leaves_room_for_graphs_of_prompts_buffers_and_drafts(
+    model: Model, version: str, values: dict[str, Any], mib: float
+) -> None:
+    task = cards(model=model, memory=80 * GIB, engine_version=version)
+    group = task.cluster.groups[0]
+    group = replace(group, chip=replace(group.chip, architecture="sm_90"))
+    task = replace(task, cluster=replace(task.cluster, groups=(group,)))
+    reserved = (1 - settings(task, **values).memory_fraction.item()) * 80 * 1024
+    assert reserved == pytest.approx(512 + 1.5 * 8192 + 512 + 128 + mib, abs=41)  # the share has three digits
+
+
+def test_a_vision_tower_lowers_the_share_of_memory_unless_it_is_left_out() -> None:
+    model = replace(DENSE, vision=replace(VISION, num_layers=32, hidden_size=1280))
+    share, text = (
+        settings(cards(model=model, engine_args=args)).memory_fraction.item()
+        for args in ({}, {"language-model-only": True})
+    )
+    assert share == pytest.approx(text * 0.95 * (1.1 - 0.1 * 32 * 1280**2 / (24 * 1024**2)))
 
 
 def test_the_attention_backend_of_amd_lowers_the_share_and_has_a_workspace() -> None:

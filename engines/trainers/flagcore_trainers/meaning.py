@@ -95,6 +95,7 @@ def moments(train: Training, layout: Layout) -> Moments:
         split_tokens=layout.sequence_parallel > 0,
         gradients_wait=False,
         tiled_loss=train.options.tiled_loss,
+        loss_parts=train.options.loss_parts,
         adapter=train.options.adapter,
         dora_stored=PEFT_STORED,
     )
@@ -114,9 +115,10 @@ def moments(train: Training, layout: Layout) -> Moments:
     table, own = rows * model.hidden_size, rows * model.num_layers * model.layer_embedding_size
     logits, at_head = job.logits, stored + act.head_input + norm
     loss, gradients = LOSS_BYTES * logits, u * logits + table + act.hidden
-    if job.tiled_loss:  # gradients of hidden states and head in fp32, and a tile or the same in the format of weights
-        of_tile = 4.0 * (act.hidden + table) / u
-        loss, gradients = of_tile + u * logits, of_tile + act.hidden + table
+    if job.tiled_loss or job.loss_parts > 1.0:  # gradients of hidden states and head in fp32, and their copies
+        of_part, is_part = 4.0 * (act.hidden + table) / u, job.loss_parts > 1.0  # the logits of the part before stay
+        loss = of_part + act.hidden * is_part + (u + LOSS_BYTES * is_part) * logits
+        gradients = of_part + act.hidden + table + u * logits * is_part
     states = states_of(train, layout, stage_parameters(train, layout, stage(model, layout, np.zeros_like(ones))))
     late = np.where(layout.microbatches > 1, 0.0, states[0].gradients + states[1].gradients)
     late = late * (not train.options.fsdp)
@@ -240,15 +242,18 @@ def predict(
     costs: Costs,
     states: StateSection,
     buffers: Mapping[str, FloatArray] | None = None,
+    loss_parts: float = 1.0,
 ) -> Predictions:
     """Return the predictions of candidates whose meanings have the numbers `given`.
 
     The exchange of gradients is assumed to overlap with kernels. `buffers`: bytes of gathered weights and buffers at
-    each moment of `Moments`, and `between` steps. If they are not known, ZeRO 3 gathers two layers.
+    each moment of `Moments`, and `between` steps. If they are not known, ZeRO 3 gathers two layers. `loss_parts`: as in
+    `Options`.
     """
 
     def of_rows(kind: int, rows: IntArray) -> Predictions:
         train = training(task, kind // 2, kind % 2, states)
+        train = replace(train, options=replace(train.options, loss_parts=loss_parts))
         layout = layout_of({name: values[rows] for name, values in given.items()})
         extra = None if buffers is None else {name: each[rows] for name, each in buffers.items()}
         return _predict(task, train, layout, costs, extra)

@@ -188,7 +188,8 @@ class TorchTitan(Trainer):
 
     def _predict(self, task: Task, columns: Columns, costs: Costs, numbers: Mapping[str, IntArray]) -> Predictions:
         if self._is_like_zero(task):
-            return meaning.predict(task, numbers, costs, self.described.state_bytes)
+            parts = self._loss_parts(task.spec)
+            return meaning.predict(task, numbers, costs, self.described.state_bytes, loss_parts=parts)
         pipeline, replicas = numbers[fs.PP], replicas_of_torchtitan(*self._given(task.spec))[1]
         ones = np.ones_like(pipeline)
 

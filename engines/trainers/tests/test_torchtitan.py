@@ -16,7 +16,7 @@ from flagcore_trainers.torchtitan import TORCHTITAN, TorchTitan, lacks_graphs
 from flagcore.contracts import Platform
 from flagcore.domain.space import Candidate
 from tests.checks import refuses
-from tests.product.tasks import costs, task
+from tests.product.tasks import EXPERTS, costs, task
 
 pytestmark = pytest.mark.spread
 
@@ -78,6 +78,16 @@ def test_predictions_are_those_of_fsdp2() -> None:
     found, expected = TORCHTITAN.predict(job, row, costs(job)), FSDP2.predict(job, other, costs(job))
     assert found.step_time_s < expected.step_time_s
     assert found.peak_allocated_bytes <= expected.peak_allocated_bytes
+
+
+def test_a_mixture_of_experts_has_the_loss_in_parts() -> None:
+    def peak(release: str, *own: str) -> float:
+        job = task(EXPERTS, engine="torchtitan", command=(*COMMAND, *own), engine_version=release)
+        row = {knob.name: np.array([knob.axis(()).encode({**NEUTRAL, MBS: 4}[knob.name])]) for knob in TORCHTITAN.knobs}
+        return float(TORCHTITAN.predict(job, row, costs(job)).peak_allocated_bytes[0])
+
+    whole, eighth = peak("0.2.2"), peak("0.3.0")
+    assert eighth < peak("0.3.0", "--loss.num_chunks", "4") < whole
 
 
 STAGES = "--parallelism.pipeline_parallel_degree"

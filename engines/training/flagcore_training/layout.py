@@ -73,7 +73,8 @@ class Options:
     16 bits in all layers, those of `mxfp8_modules` in MXFP8; `Training.precision_of` lists the names. With
     `frees_mtp_logits`, the logits of multi-token prediction are freed before those of the model are computed. With
     `in_place_loss`, the loss works in place on 16-bit logits. With `tiled_loss`, backward computes the head again, on
-    tiles of its logits. With `rope_fusion`, transformer-engine's layers rotate
+    tiles of its logits. Plain layers without stages run head and loss on `loss_parts` parts of the tokens, one after
+    another. With `rope_fusion`, transformer-engine's layers rotate
     queries and keys by one kernel. With `one_by_one`, other operations on the sequences of a pack run on each of them.
     """
 
@@ -130,6 +131,7 @@ class Options:
     graphs: frozenset[str] = frozenset()
     cross_entropy_fusion: bool = False
     tiled_loss: bool = False
+    loss_parts: float = 1.0
     in_place_loss: bool = False
     wide_layers: int = 0
     wide_mtp: bool = False

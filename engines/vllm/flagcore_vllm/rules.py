@@ -5,7 +5,18 @@ from flagcore_models.layers import latent_layers, state_bytes
 from flagcore_serving.load import routing
 from flagcore_serving.space import adapters, placement, rules
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECODE, TP, Hardware, most_images
-from flagcore_serving.space.knobs import ASYNC, CONTEXT, EAGER, KV, REDUNDANT, SHARING, SPECULATION, TRANSFER
+from flagcore_serving.space.knobs import (
+    ASYNC,
+    CONTEXT,
+    EAGER,
+    EXCHANGE,
+    KV,
+    OVERLAP,
+    REDUNDANT,
+    SHARING,
+    SPECULATION,
+    TRANSFER,
+)
 from flagcore_serving.space.roles import Roles, language
 from flagcore_serving.space.weights import cached_heads
 
@@ -91,6 +102,7 @@ def rules_of(task: Task) -> tuple[Rule, ...]:
             releases=STAGED,
         ),
         *_transfer_rules(task),
+        *([_overlap_rule(task)] if not version or in_versions(">=0.11.1", version) else []),
         rules.rule(
             "threads_on_cores",
             (INSTANCES, TP, THREADS),
@@ -121,6 +133,20 @@ def rules_of(task: Task) -> tuple[Rule, ...]:
             lambda c: c[IMAGES] < images,
             images=images,
         ),
+    )
+
+
+def _overlap_rule(task: Task) -> Rule:
+    """Return the rule for the exchange of two overlapped batches (0.33 `config/vllm.py`): not the default one."""
+    is_amd = task.cluster.groups[0].chip.architecture.startswith("gfx")
+    words = ["deepep_low_latency", "deepep_high_throughput", "nixl_ep"]
+    codes = [PROGRAM.code(EXCHANGE, word) for word in [*words, *["allgather_reducescatter"] * is_amd]]
+    return rules.rule(
+        "overlapped_exchange",
+        (OVERLAP, EXCHANGE),
+        N_("two_batch_overlap needs {EXCHANGE} = {words}"),
+        lambda c: (c[OVERLAP] == 1) & ~np.isin(c[EXCHANGE], [*codes, *[0] * is_amd]),
+        words=", ".join(words),
     )
 
 

@@ -27,7 +27,18 @@ from flagcore_serving.trial.servers import listeners
 from flagcore_vllm import json_flags
 from flagcore_vllm.engine import ENGINE as ENGINE
 
-from engines.serving.tests.engines.tasks import GIB, LOAD, figures, merged, planned, server, serving, settings, started
+from engines.serving.tests.engines.tasks import (
+    GIB,
+    LOAD,
+    broken,
+    figures,
+    merged,
+    planned,
+    server,
+    serving,
+    settings,
+    started,
+)
 from engines.serving.tests.load.servers import send
 from flagcore import api
 from flagcore.domain.launch import Start
@@ -45,6 +56,22 @@ def cards(**arguments: Any) -> Any:
 
 def cores(**arguments: Any) -> Any:
     return planned("vllm", on_cores=True, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "version", "is_refused"),
+    [
+        (None, "0.32.0", True),
+        ("nixl_ep", "0.32.0", False),
+        ("allgather_reducescatter", "", True),
+        (None, "0.11.0", False),
+    ],
+)
+def test_overlapped_batches_need_an_exchange_that_supports_them(
+    exchange: str | None, version: str, is_refused: bool
+) -> None:
+    found = broken(ENGINE, cards(engine_version=version), two_batch_overlap=True, all2all_backend=exchange)
+    assert ("overlapped_exchange" in found) == is_refused
 
 
 def test_a_chip_with_fp8_and_70_gib_gets_larger_batches() -> None:

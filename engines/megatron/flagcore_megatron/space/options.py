@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping, Set
 from typing import Any
 
-from flagcore_models.layers import latent_layers
+from flagcore_models.layers import latent_layers, mixer_counts
+from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_training.layout import GRAPH_PARTS, WHOLE_STEP, Options, Tower
 from flagcore_training.schedules import SCHEDULES
 
@@ -255,13 +256,17 @@ def _refusals(task: Task, settings: Settings, enabled: Set[str]) -> dict[str, tu
         "mla_up_proj": latent_layers(model),
         "moe_act": "moe_grouped_gemm" in enabled,
         "shared_experts": SHARED_OVERLAP not in enabled,
+        # `ssm/gated_delta_net` of 0.19, not of 0.18; what it saves is not predicted
+        "gdn_norm_out": any(isinstance(each, GatedDeltaNet) for each in mixer_counts(model))
+        and (not version or in_versions(">=0.19", version)),
     }
     return {
         "moe_pad_expert_input_to_capacity": (dispatcher == "flex", "excludes moe_token_dispatcher_type: flex"),
         SHARED_OVERLAP: (dispatcher != "alltoall", "needs moe_token_dispatcher_type: alltoall"),
         "recompute_modules": (
             not modules.isdisjoint(name for name, is_there in possible_modules.items() if not is_there),
-            "need: mla_up_proj latent attention, moe_act moe_grouped_gemm, shared_experts no moe_shared_expert_overlap",
+            "need: mla_up_proj latent attention, moe_act moe_grouped_gemm, shared_experts no moe_shared_expert_overlap"
+            ", gdn_norm_out Gated DeltaNet and Megatron 0.19",
         ),
         "optimizer": (
             is_emerging_optimizer(settings)

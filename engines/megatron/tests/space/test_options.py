@@ -10,9 +10,10 @@ from flagcore_megatron.predict import layout_of, training
 from flagcore_megatron.space.knobs import candidate_columns
 from flagcore_megatron.space.options import options
 from flagcore_megatron.space.production import read_notes
+from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_training.layout import WHOLE_STEP, Options
 
-from engines.models.tests.examples import layer_of
+from engines.models.tests.examples import layer_of, mixed
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.spec import Adapter
 from flagcore.errors import NotModelled, SpecError
@@ -147,6 +148,18 @@ def test_a_module_needs_a_model_that_has_it(module: str, needed: dict[str, Any])
     assert options_of({**settings, **needed}).recompute_modules == {module}
     with pytest.raises(SpecError):
         options(tasks.task(settings=settings))
+
+
+def test_the_norm_of_gated_delta_net_is_a_module_since_0_19() -> None:
+    states = GatedDeltaNet(key_heads=2, value_heads=4, key_dim=8, value_dim=8, kernel=4)
+    settings = {"recompute_modules": "gdn_norm_out,mlp"}
+
+    hybrid = mixed(tasks.DENSE, states, 2)
+    job = tasks.task(hybrid, settings=settings, engine_version="0.19.2")
+    assert options(job).recompute_modules == {"gdn_norm_out", "mlp"}
+    for model, version in ((hybrid, "0.18.0"), (tasks.DENSE, "0.19.2")):
+        with refuses("train.settings.recompute_modules"):
+            options(tasks.task(model, settings=settings, engine_version=version))
 
 
 def test_an_unmodelled_schedule_is_reported_as_unknown() -> None:
