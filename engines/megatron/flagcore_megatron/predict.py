@@ -64,7 +64,8 @@ NATURAL_INTERVAL = (0.80, 2.40)
 """As `MIXER_INTERVAL`, of fine-tuning on packed samples, and of experts whose loads are those of real text: it holds 16
 of 19 published runs of 2026 whose lengths are assumed, and 11 of 12 with such experts, none fitted."""
 HOST_RANGE = 2.0
-"""How much longer or shorter the launches of other programs and hosts may take. Of 26 runs with experts that would take
+"""How much longer or shorter the launches of experts and mixers may take, on other hosts, or with other settings than a
+record states. Launches of dense layers are fitted (`layer.LAUNCHES`). Of 26 runs with experts that would take
 1.38 times as long with it, the interval holds 22 (Megatron-Bridge's summary and cards, ModelZoo; without it 19)."""
 NETWORK_PARTS = ("cp_comm_s", "ep_comm_s", "pp_comm_s", "dp_comm_exposed_s")
 """The parts of a step that may use the network between hosts. Their times widen the interval if its rate is assumed."""
@@ -400,7 +401,8 @@ def _interval(
     causes += [ESTIMATED_INTERVAL] * any(each.guessed and not each.synchronous for each in costs.groups)
     pace = Pace.from_blocks(train, replace(layout, block=layout.block * layout.pipeline), costs_in_run(costs), blocks)
     layers = np.full_like(layout.data, float(train.model.num_layers))
-    reach = 1.0 if costs.synchronous else HOST_RANGE
+    is_counted = bool(train.model.experts or other_mixers(train.model)) and not costs.synchronous
+    reach = HOST_RANGE if is_counted else 1.0
     stage_s, fast_s, slow_s = (
         replace(pace, host=pace.host * factor).seconds(layers, leading_layers(train), first=True, mtp=True, last=True)
         for factor in (1.0, 1.0 / reach, reach)

@@ -205,6 +205,12 @@ def test_latent_attention_and_an_unfused_router_launch_more_kernels_and_hybridep
     latent = replace(sparse, model=replace(LATENT, num_layers=SPARSE.num_layers))
     plain = total(sparse, slow, expert=8.0)
     assert total(latent, slow, expert=8.0) > 1.1 * plain
+    wide = replace(latent, model=replace(latent.model, qk_head_dim=1, qk_pos_emb_head_dim=191))  # as much is rotated
+    part, most = (
+        total(with_options(each, rope_fusion=False)) - total(with_options(each, rope_fusion=True))
+        for each in (latent, wide)
+    )
+    assert 0.0 < part < 0.7 * most
     fused: dict[str, Any] = {"router_fusion": True}
     for options in (fused, {"router_loss": False}, {"dispatcher": "flex"}, {"dispatcher": "hybridep"}):
         assert (fewer := total(with_options(sparse, **options), slow, expert=8.0)) < plain

@@ -151,16 +151,18 @@ SQUARE = 8192.0
 def attention_block(mixer: Attention, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
     """Return the time of attention: norm, projections, attention core and residual sum."""
     kernels, unit = costs.kernels, float(train.value_bytes)
-    rotated = (mixer.query_width + mixer.key_width) * layout.tokens(train.sequence) / layout.tensor
+    width, tokens = mixer.query_width + mixer.key_width, layout.tokens(train.sequence) / layout.tensor
     (qkv, latent, output), tp = _projections(mixer, train, layout, costs), tp.beside(train, "o_proj")
     products = qkv + latent + output
     norm, norm_back, residual = norm_and_residual(train, layout, costs)
-    tensor_bytes = unit * rotated
+    tensor_bytes = unit * width * tokens
     sequences = one_by_one(train) * layout.micro_batch
     is_apart = train.transformer_engine and not train.options.rope_fusion  # other layers' figures have it
-    passes, passes_back = ROTATION_PASSES if is_apart else ROTATION[train.transformer_engine]
+    share = is_apart * min(mixer.rotated / width, 1.0)  # other dimensions of latent attention are only concatenated
+    both = zip(ROTATION[train.transformer_engine], ROTATION_PASSES, strict=True)
+    passes, passes_back = (together + share * (apart - together) for together, apart in both)
     rotation = kernels.memory_seconds(passes * tensor_bytes)
-    rotation_back = kernels.memory_seconds((passes_back + is_apart * 2.0 * sequences) * tensor_bytes)
+    rotation_back = kernels.memory_seconds((passes_back + 2.0 * share * sequences) * tensor_bytes)
     if mixer.qk_norm:
         extra, extra_back = norm_seconds(kernels, tensor_bytes)
         rotation, rotation_back = rotation + extra, rotation_back + extra_back
