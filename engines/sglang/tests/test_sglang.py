@@ -194,6 +194,11 @@ def test_the_largest_decode_graph_is_that_of_the_flags() -> None:
     assert found.memory_fraction.item() >= more.memory_fraction.item()  # SGLang reserves memory for graphs
 
 
+def test_batches_overlap_with_most_exchanges_only() -> None:
+    found = [broken(ENGINE, cards(), two_batch_overlap=True, all2all_backend=each) for each in ("deepep", "deepep_v2")]
+    assert ["overlapped_exchange" in each for each in found] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("pair", "chip", "given", "assumed"),
     [

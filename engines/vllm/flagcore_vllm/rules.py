@@ -155,6 +155,8 @@ def _transfer_rules(task: Task) -> tuple[Rule, ...]:
     version, p2p = PROGRAM.version(task.spec), PROGRAM.code(TRANSFER, P2P)
     others = PROGRAM.parse(task.spec).others
     encodes = placement.broken_by_code(task, lambda parts: parts[-1].kind == routing.ENCODE)
+    model = task.spec.model
+    heads = np.inf if latent_layers(model) or state_bytes(model) else cached_heads(model)
 
     def unequal(parts: Roles) -> bool:
         first, *others = language(parts)
@@ -162,8 +164,11 @@ def _transfer_rules(task: Task) -> tuple[Rule, ...]:
 
     def staged(parts: Roles) -> bool:
         pair = [each for each in parts if each.kind in (routing.PREFILL, routing.DECODE)]
-        sizes = sorted(each.tp for each in pair)
-        return bool(pair) and (max(each.pp for each in pair) > 1 or sizes[1] % sizes[0] != 0)
+        sizes = {each.kind: each.tp for each in pair}
+        fewer, more = sorted(sizes.values()) if pair else (1, 1)
+        # 0.33 `kv_connector/v1/nixl/base_worker.py`, `_validate_remote_agent_handshake`
+        copies = bool(pair) and sizes[routing.PREFILL] > max(sizes[routing.DECODE], heads)
+        return copies or more % fewer != 0 or max((each.pp for each in pair), default=1) > 1
 
     by_nixl, by_p2p = (placement.broken_by_code(task, check) for check in (staged, unequal))
     return (
@@ -198,8 +203,8 @@ def _transfer_rules(task: Task) -> tuple[Rule, ...]:
             "transfer_of_kinds",
             (PREFILL_DECODE, TRANSFER),
             N_(
-                "NixlConnector needs pp1 and TP sizes of which one divides the other; P2pNcclConnector needs equal "
-                "TP sizes"
+                "NixlConnector needs pp1, TP sizes of which one divides the other, and no copies of KV heads where "
+                "prefill has the larger TP; P2pNcclConnector needs equal TP sizes"
             ),
             lambda c: np.where(c[TRANSFER] == p2p, by_p2p[c[PREFILL_DECODE]], by_nixl[c[PREFILL_DECODE]]),
         ),

@@ -96,7 +96,7 @@ def test_cards_come_from_the_spec_or_the_cluster_and_must_exist() -> None:
 ENGINES = pytest.mark.parametrize("engine", [SGLANG, VLLM], ids=lambda e: e.name)
 HEADS = replace(DENSE, num_attention_heads=16, num_query_groups=8)
 EXPERTS = replace(HEADS, num_moe_experts=16, moe_router_topk=2, moe_ffn_hidden_size=64)
-PAIR, TRANSFER = "2xtp2+1xtp4", "kv_transfer"
+PAIR, WIDER, TRANSFER = "2xtp2+1xtp4", "1xtp4+2xtp2", "kv_transfer"
 
 
 def cards(engine: ServingEngine, count: int = 8, hosts: int = 1, **arguments: Any) -> Task:
@@ -190,6 +190,12 @@ def test_instances_of_both_kinds_fit_on_hosts(engine: ServingEngine) -> None:
     values = {**engine.defaults(task), PREFILL_DECODE: PAIR}
     places = [(each.kind, each.hosts[0], each.first, each.width) for each in placement.placements(task, values)]
     assert places == [("prefill", 1, 0, 2), ("prefill", 1, 2, 2), ("decode", 0, 0, 4)]
+
+
+def test_copies_of_kv_heads_are_not_read_by_fewer_ranks() -> None:
+    for heads, pair, rules in ((4, WIDER, []), (2, PAIR, []), (2, WIDER, ["transfer_of_kinds"])):
+        task = cards(VLLM, model=replace(HEADS, num_query_groups=heads))
+        assert illegal(VLLM, task, pair) == rules
 
 
 @pytest.mark.parametrize(
