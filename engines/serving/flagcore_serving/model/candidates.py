@@ -375,6 +375,7 @@ def _lanes(
         "ranks": ranks,
         "stages": stages,
         "shared_prefix": np.where(settings.prefix_caching[rows], prefix, 0.0),
+        "finds": (settings.prefix_caching[rows] > 0) & (fixed == 0.0) & context.overheads.finds_preempted,
         "retained": np.array([device for device, _ in retained]),
         "adapters": np.where(has_all, 0.0, slots),
         "swap_s": np.where(has_all, 0.0, context.swap_s[rows]),

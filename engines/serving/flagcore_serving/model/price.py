@@ -29,6 +29,7 @@ class Lane:
       iteration is the time in which each sequence gets one token.
     - `shared_prefix`: the first tokens of each prompt, which are always cached.
     - `retained`: tokens of other prompts that the prefix cache of the devices can hold, in blocks of `page` tokens.
+    - `finds`: whether a preempted sequence finds its blocks in the cache again that others have not taken.
     - `tiers`: the tiers of the prefix cache behind the devices.
     - `whole_prompts`: as in `Overheads`.
     - `adapters`: adapters that one iteration can use; 0: all. `swap_s`: seconds to load another one into a slot.
@@ -50,6 +51,7 @@ class Lane:
     shared_prefix: float = 0.0
     retained: float = 0.0
     page: float = 1.0
+    finds: bool = False
     tiers: tuple[Tier, ...] = ()
     whole_prompts: bool = False
     adapters: float = 0.0

@@ -29,6 +29,7 @@ class Request:
     done: float = 0.0
     made: int = 0
     loaded: float = 0.0
+    kept: float = 0.0
     since: int = 0
     context: int = 0
     ticket: int = 0

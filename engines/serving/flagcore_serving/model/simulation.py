@@ -42,6 +42,7 @@ class Simulation:
     - `phases`: by step modulo `block`, the running sequences that take another block in it.
     - `offset` + running x `step`: context tokens of the running sequences.
     - `finish` - running x `step`: remaining output tokens of the running sequences.
+    - `freed`: tokens of the cache that were taken, and are not any more.
     - `promised`: output tokens of admitted requests whose prompts are not yet computed.
 
     A scheduler that plans ahead knows only what happened until the time `known`. A request that arrived later joins the
@@ -91,7 +92,8 @@ class Simulation:
         self.order: list[Request] = []
         self.ending: deque[tuple[float, float]] = deque()  # times at which requests ended, and their cached tokens
         self.lag = self.lane.ahead / self.lane.stages  # in iterations
-        self.now = self.known = self.held = self.stalled = self.used = self.tokenized = self.link = self.encoded = 0.0
+        self.now = self.known = self.held = self.stalled = self.used = self.freed = 0.0
+        self.tokenized = self.link = self.encoded = 0.0
         self.joined: dict[float, int] = {}  # sequences that joined while others waited for prompts, and since when
         self.group_arrival = -1.0
         self.step = self.running = self.offset = self.finish = self.promised = self.tickets = self.next = 0
@@ -233,8 +235,9 @@ class Simulation:
             if lane.adapters:
                 self._use_adapter(request)
             self.promised += request.output - request.made
+            hit = max(request.hit, self._found(request)) if request.kept else request.hit
             self.used += cached
-            request.done = min(self.prefix + request.hit, request.prompt - 1.0)
+            request.done = min(self.prefix + hit, request.prompt + request.made - 1.0)
             if not request.load or self.overheads.loads_by_layer:
                 self.partial.append(request)
                 return True
@@ -242,6 +245,17 @@ class Simulation:
             request.load = 0.0
             self.loading.append(request)
         return False
+
+    def _found(self, request: Request) -> float:
+        """Return the tokens of a preempted sequence whose blocks are still in the cache: no other sequence has taken
+        them. Free blocks are taken in the order in which they became free, the last block of a sequence first (vLLM
+        0.32 `v1/core/block_pool.py`: free_blocks; `single_type_kv_cache_manager.py`: free)."""
+        whole = request.prompt + request.made - 1.0 - self.prefix
+        found = max(min(request.kept - self.freed - self.used, whole), 0.0)
+        found -= found % self.block
+        self.freed -= found
+        request.kept = 0.0
+        return found
 
     def _admissible(self) -> int | None:
         """Return the place in the queue of the first request whose adapter is in use or finds a slot, or None (vLLM
@@ -263,7 +277,9 @@ class Simulation:
         self.in_slots[request.adapter] = None
 
     def _leave_cache(self, request: Request) -> None:
-        self.used -= self._cached_tokens(request)
+        tokens, computed = self._cached_tokens(request), request.prompt + request.made - 1 - self.prefix
+        self.used -= tokens
+        self.freed += tokens - (self.block if computed % self.block else 0)  # a block in part is taken first
         if self.lane.adapters and request.adapter >= 0:
             self.used_adapters[request.adapter] -= 1
             self.used_adapters += Counter()  # without adapters that no request uses
@@ -506,6 +522,8 @@ class Simulation:
         while not request.ticket:
             request = self.order.pop()
         self._stop(request)
+        if self.lane.finds:
+            request.kept = self.lane.cache_tokens - self.held + self.freed
         self.queue.appendleft(request)
         self.outcome.preemptions += 1
         while self.heap and self.heap[0][2].ticket != self.heap[0][1]:

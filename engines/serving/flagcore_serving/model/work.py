@@ -118,6 +118,7 @@ class Overheads:
       Otherwise a request waits until its cache is loaded, and others are computed meanwhile.
     - `own_front_ends`: whether each attention rank has a front end, which accepts requests beside the others.
     - `frees_windows`: whether layers with sliding windows cache only the tokens in their windows.
+    - `finds_preempted`: whether a preempted sequence finds those of its cached blocks that were not taken since then.
     - `indexes_all`: whether layers that share the indexer of another layer cache index keys, too.
 
     - `compared`: whether at least five published points of the engine on the chip were compared, so that
@@ -173,6 +174,7 @@ class Overheads:
     loads_by_layer: bool = False
     own_front_ends: bool = False
     frees_windows: bool = False
+    finds_preempted: bool = False
     indexes_all: bool = False
     compared: bool = False
     adapts_tables: bool = False

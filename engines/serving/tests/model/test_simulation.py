@@ -178,6 +178,15 @@ def test_a_small_cache_preempts_sequences_and_all_are_answered(ahead: float) -> 
     assert small_cache.duration > large_cache.duration
 
 
+def test_a_preempted_sequence_finds_the_blocks_that_no_other_has_taken() -> None:
+    again = [
+        Simulation(price_of(replace(LANE, cache_tokens=cache, finds=finds)), [(160, 33)] * 2, [0.0] * 2, 2).run()
+        for cache, finds in ((22 * 16.0, False), (22 * 16.0, True), (13 * 16.0, True))
+    ]
+    assert [each.preemptions for each in again] == [1, 1, 0]
+    assert again[1].duration < again[0].duration
+
+
 @pytest.mark.parametrize(("blocks", "preemptions"), [(4, 0), (3, 1)])
 @pytest.mark.parametrize("ahead", [0.0, 1.0])
 def test_sequences_take_whole_blocks_but_none_for_the_last_token(blocks: int, preemptions: int, ahead: float) -> None:
