@@ -42,7 +42,7 @@ class Simulation:
     - `phases`: by step modulo `block`, the running sequences that take another block in it.
     - `offset` + running x `step`: context tokens of the running sequences.
     - `finish` - running x `step`: remaining output tokens of the running sequences.
-    - `freed`: tokens of the cache that were taken, and are not any more.
+    - `freed`: tokens of whole blocks that were taken, and are not any more, since whole blocks are counted.
     - `promised`: output tokens of admitted requests whose prompts are not yet computed.
 
     A scheduler that plans ahead knows only what happened until the time `known`. A request that arrived later joins the
@@ -277,9 +277,11 @@ class Simulation:
         self.in_slots[request.adapter] = None
 
     def _leave_cache(self, request: Request) -> None:
-        tokens, computed = self._cached_tokens(request), request.prompt + request.made - 1 - self.prefix
+        tokens = self._cached_tokens(request)
         self.used -= tokens
-        self.freed += tokens - (self.block if computed % self.block else 0)  # a block in part is taken first
+        if self.block > 1:
+            computed = request.prompt + request.made - 1 - self.prefix
+            self.freed += tokens - (self.block if computed % self.block else 0)  # a block in part is taken first
         if self.lane.adapters and request.adapter >= 0:
             self.used_adapters[request.adapter] -= 1
             self.used_adapters += Counter()  # without adapters that no request uses
@@ -522,7 +524,7 @@ class Simulation:
         while not request.ticket:
             request = self.order.pop()
         self._stop(request)
-        if self.lane.finds:
+        if self.lane.finds and self.block > 1:
             request.kept = self.lane.cache_tokens - self.held + self.freed
         self.queue.appendleft(request)
         self.outcome.preemptions += 1
