@@ -306,7 +306,7 @@ def _recommended_text(estimate: Estimate) -> str:
     nearest = nearest_limit(flat_statistics(best), estimate.limits)
     limit = "; " + _("nearest limit: {limit}", limit=nearest[0]) if nearest else ""
     if not estimate.behind > 0.0:
-        if any("last" in each for each in estimate.candidates):
+        if "last" not in best and any("last" in each for each in estimate.candidates):
             return _("* recommended: the fastest of those not listed last") + limit
         is_timed, least = "step_time_s" in best, N_("* recommended: the one with the least memory")
         return (_("* recommended: the fastest") if is_timed else _(least)) + limit

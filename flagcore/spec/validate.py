@@ -398,7 +398,8 @@ def _hint_of_unit(value: object, options: list[Schema]) -> str:
     amount = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z/]*)", str(value))
     if not units or amount is None:
         return ""
-    close = [unit for unit in units if unit.lower() == amount[2].lower()]
+    given = re.sub(r"b(?=ps$|/s$)", "bit", amount[2]).replace("bitps", "bit/s")  # 400Gb/s and 400Gbps are bits
+    close = [unit for unit in units if unit.lower() == given.lower()]
     if amount[2] in close:
         return _("use an amount in this range")
     return _(DID_YOU_MEAN, name=amount[1] + close[0]) if close else _("use a unit of {units}", units=", ".join(units))

@@ -165,6 +165,8 @@ def test_every_problem_of_a_file_is_listed(read_error: ReadError) -> None:
 
 def test_a_size_with_an_unknown_unit_has_a_hint(read_error: ReadError) -> None:
     assert "80GB" in read_error("cluster: {memory_per_device: 80Gb}").fix
+    for rate in ("400Gb/s", "400gbps"):
+        assert "400Gbit/s" in read_error(f"cluster: {{nic_bytes_per_second: {rate}}}").fix
     assert "min" in read_error("auto_tuner: {control: {max_time: 2hours}}").fix
     assert "29" not in read_error("cluster: {memory_per_device: 29.0}").fix  # 29 bytes are no size either
 

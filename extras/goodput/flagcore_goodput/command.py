@@ -83,9 +83,12 @@ def _source(where: Path | None, model: str | None, engine: str | None, chip: str
         if engine is not None:
             raise click.UsageError(_("--engine requires --model; with SPEC, use --set"))
         return where
+    from flagcore.api import require_chip
     from flagcore.api.commands.init import spec_of_model
 
-    return spec_of_model(str(model), engine=engine or ENGINE, chip=chip)
+    spec = spec_of_model(str(model), engine=engine or ENGINE, chip=chip)
+    require_chip(spec)
+    return spec
 
 
 def chosen_spec(where: SpecLike, record: Mapping[str, Any], settings: Sequence[str] = ()) -> dict[str, Any]:

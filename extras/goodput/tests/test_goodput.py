@@ -302,6 +302,7 @@ def test_a_model_needs_no_spec(tmp_path: Path) -> None:
     found = read_spec(chosen)
     assert found.cluster.nodes == 16
     assert found.space["pipeline_model_parallel_size"] == (record["candidate"]["pipeline_model_parallel_size"],)
+    assert "--chip" in str(CliRunner().invoke(goodput_command, ["--model", "Qwen/Qwen3-8B"]).exception)
     for wrong in ([], [str(chosen), "--model", "Qwen/Qwen3-8B"], [str(chosen), "--engine", "deepspeed"]):
         assert CliRunner().invoke(goodput_command, wrong).exit_code == 2
 

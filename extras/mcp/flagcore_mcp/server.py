@@ -31,7 +31,7 @@ from mcp_types import Tool as ToolRecord
 
 from flagcore import __version__
 from flagcore.cli.main import flag
-from flagcore.cli.options import Seconds
+from flagcore.cli.options import Rate, Seconds
 from flagcore.errors import UsageError
 from flagcore.i18n import _
 
@@ -128,7 +128,7 @@ def _schema(parameter: click.Parameter) -> dict[str, Any]:
 def _schema_of_type(kind: click.ParamType[Any]) -> dict[str, Any]:
     if isinstance(kind, click.Choice):
         return {"type": "string", "enum": [*kind.choices]}
-    if isinstance(kind, Seconds):
+    if isinstance(kind, Seconds | Rate):
         return {"type": ["number", "string"]}
     if isinstance(kind, click.IntRange | click.FloatRange):
         bounds = {"exclusiveMinimum" if kind.min_open else "minimum": kind.min}

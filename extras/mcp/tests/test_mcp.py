@@ -126,6 +126,7 @@ def test_a_tool_takes_what_its_command_takes() -> None:
     assert BY_NAME["runs"].command_line({}) == ["runs", "list", "--json", "--"]
     schema = BY_NAME["estimate"].input_schema()
     assert (schema["properties"]["top"]["type"], schema["properties"]["top"]["minimum"]) == ("integer", 1)
+    assert schema["properties"]["rate"]["type"] == ["number", "string"]  # also "auto"
     assert BY_NAME["explain"].input_schema()["required"] == ["spec"]
     assert {each.name for each in TOOLS if each.writes} == {"tune", "export"}
 
