@@ -170,7 +170,10 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
         spec = replace(platform.task.spec, work=replace(train, settings=settings))
         meshes = hetero.mixed(platform, candidate.as_dict()) if values.get(MESHES) else None
         task = platform.task if meshes else on_groups(platform.task, candidate)
-        return reference_launch(replace(task, spec=spec), values, folder, meshes)
+        launch = reference_launch(replace(task, spec=spec), values, folder, meshes)
+        if platform.support.device_type == "cpu":  # megatron/training/initialize.py of 0.12 to 0.19
+            launch = replace(launch, missing=f"{launch.missing}; Megatron-LM starts on accelerators only")
+        return launch
     planned = replace(program_launch(job(platform, candidate, folder), folder, PROGRAM), warm=True)
     if platform.task.spec.on_each_host:
         return replace(planned, hosts=hosts_of(platform.task, candidate))

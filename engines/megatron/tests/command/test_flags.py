@@ -15,6 +15,8 @@ from flagcore_megatron.program.arguments import ArgumentTable, known_releases, r
 from flagcore_megatron.space.flags import flags
 from flagcore_training.commands import environment, expand_command
 
+from flagcore.domain.chip import Support
+from flagcore.domain.engine import EngineSupport
 from flagcore.domain.spec import Adapter, ClusterSpec
 from flagcore.errors import LaunchError, SpecError
 from tests.checks import refuses
@@ -70,6 +72,12 @@ def test_a_users_command_runs_in_the_folder_of_its_spec(tmp_path: Path) -> None:
     assert "--train-iters" in planned.argv
     assert planned.directory == "/there"
     assert "--train-iters" not in ENGINE.launch(platform, PLAIN, str(tmp_path), for_real=True).argv
+
+
+@pytest.mark.parametrize(("device", "said"), [("cuda", False), ("cpu", True)])
+def test_megatron_lm_starts_on_accelerators_only(tmp_path: Path, device: str, said: bool) -> None:
+    platform = tasks.platform(tasks.task(), support=EngineSupport(support=Support.YES, device_type=device))
+    assert ("accelerators" in ENGINE.launch(platform, PLAIN, str(tmp_path), for_real=True).missing) == said
 
 
 def test_the_trial_program_gets_its_job_as_a_file(tmp_path: Path) -> None:
