@@ -52,7 +52,7 @@ def test_candidates_are_numbered_and_report_their_bottleneck(flag: Flag, answer:
     table = flag("estimate", project.spec())
     assert "limited by" in table.out
     assert "baseline: " in table.err
-    assert table.err.count("(80%: ") == 1
+    assert table.err.count("(80% of plans: ") == 1
 
 
 def test_a_job_that_can_only_be_predicted_has_no_command_that_runs_it(flag: Flag, tmp_path: Path) -> None:

@@ -163,9 +163,8 @@ def test_a_public_model_is_planned_without_a_file(flag: Flag, answer: Answer) ->
 
 
 def test_exports_of_models_have_their_names(flag: Flag) -> None:
-    for model, name in (("Qwen/Qwen2.5-7B", "qwen2-5-7b"), ("Qwen/Qwen2.5-72B", "qwen2-5-72b")):
-        options = ("--chip", "H100", "--devices", "8", "--engine", "vllm", "--to", "slurm", "-o", "-")
-        assert f"--job-name={name}\n" in flag("export", "--model", model, *options).worked().out
+    options = ("--chip", "H100", "--devices", "1", "--engine", "vllm", "--to", "slurm", "-o", "-")
+    assert "--job-name=qwen2-5-7b\n" in flag("export", "--model", "Qwen/Qwen2.5-7B", *options).worked().out
     few = ("--chip", "RTX4090", "--devices", "1", "--engine", "vllm", "--to", "vllm")
     flag("export", "--model", "Qwen/Qwen3-32B", *few).refused(3, "lowest memory use")
 
