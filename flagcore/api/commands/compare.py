@@ -143,8 +143,7 @@ def _times(a: Subject, b: Subject) -> tuple[tuple[float, float] | None, str]:
         gap = _relative(a, b, a.measured_s, b.measured_s)
         longer = max(gap, 1.0 / (1.0 + gap) - 1.0)
         steps = ([run.measurement.step_time_s / _unit(side) for run in side.runs if run.measurement] for side in (a, b))
-        first, second = sorted(steps, key=min)
-        is_clear = significant(longer, a.runs, b.runs) and max(first) < min(second)
+        is_clear = significant(longer, a.runs, b.runs) and not overlap(*steps)
         return (a.measured_s, b.measured_s), SIGNIFICANT if is_clear else NOT_SIGNIFICANT
     has_trials = a.snapshot.has_trials and b.snapshot.has_trials
     if has_trials and a.known_s and b.known_s:
@@ -152,6 +151,11 @@ def _times(a: Subject, b: Subject) -> tuple[tuple[float, float] | None, str]:
     if a.predicted_s and b.predicted_s:
         return (a.predicted_s, b.predicted_s), PREDICTED
     return None, UNKNOWN
+
+
+def overlap(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Return whether the ranges of two candidates' step times overlap, given the step times of the runs of each."""
+    return max(first) >= min(second) and max(second) >= min(first)
 
 
 def _task_differences(a: Snapshot, b: Snapshot) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flagcore.api.commands.compare import compare_subjects
+from flagcore.api.commands.compare import compare_subjects, overlap
 from flagcore.api.runs import load_snapshot
 from flagcore.api.subject import Subject, columns_of
 from flagcore.domain.trial import TrialState
@@ -204,3 +204,11 @@ def test_each_bad_job_record_is_reported(flag: Flag, tmp_path: Path) -> None:
     assert all(len(answer.get("reason", "")) < 500 for answer in answers)
     assert all("\n" not in answer.get("reason", "") for answer in answers)
     assert "Traceback" not in completed.err
+
+
+def test_a_sure_comparison_has_no_overlapping_runs() -> None:
+    faster, slower = (0.0135, 0.0239, 0.0117, 0.0110), (0.0115, 0.0381, 0.0313, 0.0255)
+    assert overlap(faster, slower)
+    assert overlap(slower, faster)
+    assert not overlap((1.0, 1.1), (1.2, 1.5))
+    assert not overlap((1.2,), (1.0, 1.1))
