@@ -325,6 +325,6 @@ def test_the_chosen_spec_saves_in_the_best_way(tmp_path: Path) -> None:
 
 
 def test_jobs_whose_checkpoints_are_not_known_are_refused() -> None:
-    groups = [{"chip": "H100-SXM", "devices_per_node": 8}, {"chip": "A100-SXM4-80GB", "devices_per_node": 8}]
-    with pytest.raises(UsageError):
-        goodput(spec(cluster={"groups": groups}, auto_tuner={}))
+    groups = [{"chip": "H100-SXM", "devices_per_node": 1}, {"chip": "A100-SXM4-80GB", "devices_per_node": 1}]
+    with pytest.raises(UsageError, match="checkpoints"):
+        goodput(spec(model={**MODEL, "num_layers": 4}, cluster={"groups": groups}, auto_tuner={"space": {}}))
