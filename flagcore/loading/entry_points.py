@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from importlib import import_module
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any, TextIO, TypeVar, cast
 
@@ -124,11 +125,8 @@ def _incompatible(distribution: Distribution) -> str | None:
     for found in filter(None, map(_REQUIREMENT.fullmatch, distribution.requires or ())):
         from packaging.specifiers import SpecifierSet  # late, because packaging is slow
 
-        if found["marker"]:
-            from packaging.markers import Marker
-
-            if not Marker(found["marker"]).evaluate({"extra": ""}):
-                continue
+        if found["marker"] and not import_module("packaging.markers").Marker(found["marker"]).evaluate({"extra": ""}):
+            continue
         if not SpecifierSet(found["versions"] or "").contains(__version__, True):
             return f"needs {found[0]}, but this is flagcore {__version__}; install a version for this release"
     return None

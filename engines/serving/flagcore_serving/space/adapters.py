@@ -74,7 +74,8 @@ def adapter_rules(task: Task, ranks: Sequence[int] = ()) -> tuple[Rule, ...]:
 
 
 def _is_none_of(columns: Columns, ranks: Sequence[int]) -> BoolArray:
-    return np.all([columns[RANK] != rank for rank in ranks], axis=0)  # np.isin would import numpy.ma, which is slow
+    # np.isin would import numpy.ma, which is slow
+    return np.asarray(np.all([columns[RANK] != rank for rank in ranks], axis=0))
 
 
 def adapter_merges(task: Task, others: Mapping[str, EngineArg]) -> tuple[Merge, ...]:
