@@ -72,9 +72,10 @@ def main() -> None:
     parser.add_argument("--only", choices=PLANS, nargs="+", default=list(PLANS), help="measure these plans")
     options = parser.parse_args()
     compiled = [options.compiled.resolve()] if options.compiled else []
-    trees = [[*compiled, *_folders(ROOT)], *([_folders(options.base.resolve())] if options.base else [])]
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
+        trees = [[*compiled, _linked(ROOT, Path(folder, "here"))]]
+        trees += [[_linked(options.base.resolve(), Path(folder, "base"))]] if options.base else []
         os.environ["PYTHONPYCACHEPREFIX"] = f"{folder}/compiled"  # as after an installation
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         specs = {name: Path(folder, f"{name}.yaml") for name in ("size", "mixed", "rl")}
@@ -96,10 +97,13 @@ def main() -> None:
     print(json.dumps(figures))
 
 
-def _folders(tree: Path) -> list[Path]:
-    """Return the folders of a checkout that contain its packages."""
+def _linked(tree: Path, folder: Path) -> Path:
+    """Return a folder with links to the packages of a checkout: one entry of the path, as after an installation."""
+    folder.mkdir()
     parts = (path.parent for kind in ("engines", "plugins", "extras") for path in tree.glob(f"{kind}/*/pyproject.toml"))
-    return [tree, *sorted(parts)]
+    for package in (tree / "flagcore", *(found for part in parts for found in part.glob("flagcore_*"))):
+        (folder / package.name).symlink_to(package)
+    return folder
 
 
 def _measured(tree: Sequence[Path], arguments: Sequence[str], cache: Path | None) -> tuple[float, str]:

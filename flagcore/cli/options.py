@@ -18,7 +18,6 @@ import click
 
 from flagcore import api
 from flagcore.domain.secrets import redact_text
-from flagcore.domain.units import SECONDS, parse_amount
 from flagcore.errors import NoDevice, SpecError
 from flagcore.i18n import N_, _, in_english, printable, wrapped
 
@@ -158,6 +157,8 @@ class Seconds(click.FloatRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the duration in seconds."""
+        from flagcore.domain.units import SECONDS, parse_amount  # late, as below
+
         seconds = parse_amount(value, SECONDS) if isinstance(value, str) else None
         number = super().convert(value if seconds is None else seconds, param, ctx)
         return number if number == number else self.fail(_("{value} is not a number", value=value), param, ctx)
@@ -303,6 +304,8 @@ def _with_model(
     rate: float | str | None = None,
     **others: Any,
 ) -> Any:
+    from flagcore.domain.units import SECONDS, parse_amount  # late, because its types are slow to import
+
     for name, limit in (("ttft", ttft_p99), ("tpot", tpot_p99)):
         if limit and parse_amount(limit, SECONDS) is None:
             text = N_("--{name}-p99 {limit}: expected a time with a unit, such as 500ms or 1s")

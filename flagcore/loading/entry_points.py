@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from importlib import import_module
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any, TextIO, TypeVar, cast
 
@@ -121,19 +122,17 @@ def origins(points: Iterable[EntryPoint]) -> str:
 @lru_cache(maxsize=256)
 def _incompatible(distribution: Distribution) -> str | None:
     """Return why `distribution` does not support this release of flagcore, or None. Reads its `Requires-Dist`."""
-    # Parsing a requirement is slow, so those of other distributions are skipped.
-    requirements = [each for each in distribution.requires or () if each.lower().startswith("flagcore")]
-    if not requirements:
-        return None
-    from packaging.requirements import Requirement  # its import is slow
-    from packaging.utils import canonicalize_name
+    for found in filter(None, map(_REQUIREMENT.fullmatch, distribution.requires or ())):
+        from packaging.specifiers import SpecifierSet  # late, because packaging is slow
 
-    for requirement in map(Requirement, requirements):
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        if found["marker"] and not import_module("packaging.markers").Marker(found["marker"]).evaluate({"extra": ""}):
             continue
-        if canonicalize_name(requirement.name) == "flagcore" and not requirement.specifier.contains(__version__, True):
-            return f"needs {requirement}, but this is flagcore {__version__}; install a version for this release"
+        if not SpecifierSet(found["versions"] or "").contains(__version__, True):
+            return f"needs {found[0]}, but this is flagcore {__version__}; install a version for this release"
     return None
+
+
+_REQUIREMENT = re.compile(r"(?i)flagcore *(\[[^]]*\])? *\(?(?P<versions>[<>=!~][^;)]*)?\)? *(; *(?P<marker>.+))?")
 
 
 def load_only(points: Sequence[EntryPoint], load: Callable[[EntryPoint], object] = EntryPoint.load) -> object:

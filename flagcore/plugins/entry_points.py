@@ -8,12 +8,11 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from difflib import get_close_matches
 from functools import cache, cached_property, partial
-from importlib.metadata import EntryPoint, distributions, requires
+from importlib.metadata import EntryPoint, distributions
 from types import ModuleType
 from typing import Any, NoReturn, TypeVar, cast
 
 import click
-from packaging.requirements import Requirement
 from stevedore.named import NamedExtensionManager
 
 from flagcore.contracts import Engine, Importer, Launcher, PageWriter, Strategy, Watcher
@@ -106,10 +105,11 @@ def missing_extra(group: str, name: str) -> str:
     """
     if name in installed(group):
         return ""
-    needs = [Requirement(each) for each in requires("flagcore") or () if each.startswith("flagcore-")]
-    missing = [each.name for each in needs if not (each.marker or any(distributions(name=each.name)))]
+    parts = (each.partition(";") for each in _requires("flagcore") if each.startswith("flagcore-"))
+    needs = [(re.split("[^a-z-]", text)[0], marker.replace("'", '"')) for text, _sign, marker in parts]
+    missing = [each for each, marker in needs if not (marker or any(distributions(name=each)))]
     own = [each for each in missing if each == f"flagcore-{name}"]
-    if not own and any(str(each.marker).endswith(f'extra == "{name}"') for each in needs):
+    if not own and any(marker.endswith(f'extra == "{name}"') for _name, marker in needs):
         return f'pip install "flagcore[{name}]"'
     return f"pip install {' '.join(own or missing)}" if missing else ""
 
@@ -169,7 +169,7 @@ class _Engines(UserDict[str, Any]):
         return missing_extra(ENGINES, name)
 
 
-_requires = cache(requires)
+_requires = cache(lambda name: next((found.requires for found in distributions(name=name)), None) or ())
 
 
 def broken_parts() -> Iterator[tuple[str, str]]:
@@ -217,7 +217,7 @@ def usable(parts: MutableMapping[str, T], warn: Callable[[str], object]) -> Muta
 def engines(spec: Mapping[str, Any] | None = None) -> _Engines:
     """Return the installed engines, flagcore's first. `spec`: the data that they are for, maybe invalid."""
     points = installed(ENGINES)
-    needs = {re.split("[^a-z-]", each)[0] for each in _requires("flagcore") or () if "extra ==" not in each}
+    needs = {re.split("[^a-z-]", each)[0] for each in _requires("flagcore") if "extra ==" not in each}
     own = {name for name, each in points.items() if any(name_of(origin(point)) in needs for point in each)}
     found = _Engines(dict.fromkeys(sorted(points, key=lambda name: (name not in own, name))))
     train = (spec or {}).get(TrainSpec.kind)

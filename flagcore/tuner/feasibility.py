@@ -177,7 +177,7 @@ def search_time(problem: Problem) -> SearchTime:
     """Return the estimated time of a search that tries the candidates with the fastest predictions."""
     task, control, predictions = problem.task, problem.task.spec.control, problem.predictions
     start_seconds, rows = task.spec.work.start_seconds, problem.pruned.open_rows
-    rows = np.union1d(rows, [problem.row_of(problem.baseline)])
+    rows = np.unique(np.append(rows, problem.row_of(problem.baseline)), True)[0]  # np.union1d imports numpy.ma
     if rows.size > control.max_trials:
         step = np.nan_to_num(predictions.step_time_s[rows], nan=np.inf)
         rows = rows[np.argpartition(step, control.max_trials)[: control.max_trials]]

@@ -243,7 +243,7 @@ def install_strategies(install: Install, points: dict[str, str], distribution: s
 
 def test_an_unknown_name_is_a_spec_error_with_a_suggestion(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install_strategies(install, {"first_come": "flagcore_extra:STRATEGY"})
-    monkeypatch.setattr("flagcore.plugins.entry_points.requires", lambda name: [])  # whatever is missing here
+    monkeypatch.setattr("flagcore.plugins.entry_points._requires", lambda name: [])  # whatever is missing here
     with refuses("auto_tuner.strategy", "frist_come") as caught:
         strategy("frist_come")
     assert "first_come" in caught.value.fix
@@ -280,7 +280,7 @@ def test_a_name_of_a_missing_distribution_names_it(install: Install, monkeypatch
         'flagcore-ring==0.1.0; extra == "ring"',
         "pluggy",
     ]
-    monkeypatch.setattr("flagcore.plugins.entry_points.requires", lambda name: needs)
+    monkeypatch.setattr("flagcore.plugins.entry_points._requires", lambda name: needs)
     for name, fix in {"fleet": "flagcore-fleet", "rsh": "flagcore-fleet", "ring": '"flagcore[ring]"'}.items():
         with pytest.raises(SpecError) as caught:
             plugins.launcher(name)

@@ -1,7 +1,9 @@
 """The keys of a Hugging Face config.json as `families.yaml` names them: defaults, aliases, computed sizes."""
 
+import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -9,8 +11,40 @@ import yaml
 
 from flagcore.spec.plain_data import SafeLoader
 
-_TABLES = files(__package__).joinpath("families.yaml").read_text("utf-8")
-FAMILIES, MODELS, NAMES, _ALIASES, KINDS, MIXERS = yaml.load_all(_TABLES, SafeLoader)
+
+class Table(Mapping[str, Any]):
+    """A large mapping in YAML. Of an entry that is asked for, only its text and what its aliases refer to are read.
+
+    `load`: the reader of YAML. To read the public models takes longer than all else that a plan reads.
+    """
+
+    def __init__(self, text: str, load: Callable[[str], Any]) -> None:
+        _comments, *parts = re.split(r"(?m)^(?!#)(\S+):", text)
+        self._texts, self._load = dict(zip(parts[::2], parts[1::2], strict=True)), load
+        self._found = dict[str, Any]()
+        self._anchors = {anchor: name for name, part in self._texts.items() for anchor in re.findall(r"&(\w+)", part)}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._found:
+            needed = [name]
+            for each in needed:
+                aliases = re.findall(r"\*(\w+)", self._texts[each])
+                needed += (self._anchors[alias] for alias in aliases if alias in self._anchors)
+            text = "".join(f"{each}:{self._texts[each]}" for each in dict.fromkeys(reversed(needed)))
+            self._found[name] = self._load(text)[name]
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+
+_load = partial(yaml.load, Loader=SafeLoader)
+_FAMILIES, *_TABLES = files(__package__).joinpath("families.yaml").read_text("utf-8").split("\n---\n")
+FAMILIES = Table(_FAMILIES, _load)
+MODELS, NAMES, _ALIASES, KINDS, MIXERS = map(_load, _TABLES)
 """FAMILIES: defaults of the keys of config.json, by model_type. MODELS: defaults of the keys of vision_config, by the
 model_type of multimodal models whose vision tower `Vision` can describe. NAMES: the key of config.json that messages
 name for a field of `Model`. KINDS: what names of layers mean. MIXERS: the keys of the fields of mixers."""

@@ -4,24 +4,32 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import lru_cache, partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from flagcore.errors import SpecError
 from flagcore.spec.models import absolute_model, model_from
-from flagcore.spec.plain_data import Notes, package_yaml
+from flagcore.spec.plain_data import Notes, package_yaml, parse_yaml
+from flagcore_models.keys import Table
 from flagcore_models.quantized import format_of_weights
 
 _NAMES = package_yaml(__package__, "names.yaml")
 FORMATS, _SAME_SHAPE = _NAMES["formats"], _NAMES["same_shape"]
+_FILE = "public_models.yaml"
 
 
 @lru_cache(maxsize=1)
 def public_models() -> Mapping[str, Mapping[str, Any]]:
     """Return the table of public models by name: the keys of config.json."""
-    table: dict[str, dict[str, Any]] = package_yaml(__package__, "public_models.yaml")
+    table: dict[str, dict[str, Any]] = package_yaml(__package__, _FILE)
     return table
+
+
+@lru_cache(maxsize=1)
+def _table() -> Table:
+    return Table(files(__package__).joinpath(_FILE).read_text("utf-8"), partial(parse_yaml, file=_FILE))
 
 
 def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
@@ -33,7 +41,7 @@ def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
     found = public_name(name)
     if found is None or name.count("/") != 1:
         return None
-    config, weights = dict(public_models()[found]), _stem(name)[1]
+    config, weights = dict(_table()[found]), _stem(name)[1]
     if name.lower().endswith("-base"):  # only DeepSeek-V4's experts that were trained further have 4 bits
         config.pop("expert_dtype", None)
     if found.lower() == name.lower() or weights is None:
@@ -47,7 +55,7 @@ def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
 @lru_cache(maxsize=1024)
 def public_name(name: str) -> str | None:
     """Return the public model whose shape a name has, or None. The organization does not matter."""
-    table, stem = public_models(), _stem(name)[0]
+    table, stem = _table(), _stem(name)[0]
     names = [known for known in table if known.lower() == name.lower()]
     names += [known for known in table if _stem(known)[0] == stem]
     return names[0] if names else None
@@ -64,7 +72,7 @@ def similar_models(name: str) -> list[str]:
     """Return up to three public models that a name may mean. The organization does not matter."""
     if public := public_name(name):
         return [public]
-    names = {each.rpartition("/")[2].lower(): each for each in public_models()}
+    names = {each.rpartition("/")[2].lower(): each for each in _table()}
     return [names[each] for each in get_close_matches(name.rpartition("/")[2].lower(), names)]
 
 

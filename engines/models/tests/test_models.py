@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore_models import catalogue
+import yaml
+from flagcore_models import catalogue, keys, public
 from flagcore_models.gguf import context_length, gguf_shape
 from flagcore_models.layers import (
     attention_by_size,
@@ -24,6 +25,7 @@ from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore.domain.model import Model
 from flagcore.errors import SpecError
 from flagcore.spec.models import model_from
+from flagcore.spec.plain_data import SafeLoader
 from tests.checks import refuses
 from tests.tasks import VISION
 
@@ -502,3 +504,10 @@ def test_a_gguf_header_without_end_is_refused_before_it_is_read(tmp_path: Path, 
     file.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"x" + value)
     with refuses("model"):
         gguf_shape(str(file))
+
+
+def test_an_entry_that_is_read_alone_is_that_of_the_whole_table() -> None:
+    alone = {name: public.find_public(name) for name in public.public_models()}
+    assert {name: found and found[0] for name, found in alone.items()} == public.public_models()
+    (first, *_others) = yaml.load_all(Path(keys.__file__).with_name("families.yaml").read_text("utf-8"), SafeLoader)
+    assert dict(keys.FAMILIES) == first

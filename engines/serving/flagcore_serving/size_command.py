@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flagcore.cli import options
-from flagcore.domain.units import MAX_PRICE
 from flagcore.errors import UsageError
 from flagcore.i18n import N_, _, ngettext
 
@@ -45,6 +44,8 @@ HOURS = {"hour": "hour", "requests": "requests", "peak req/s": "rate", "replicas
 
 def _chips(texts: Iterable[str]) -> dict[str, float | None]:
     """Return the chips of `NAME` and `NAME=PRICE`, with their prices. Raises UsageError."""
+    from flagcore.domain.units import MAX_PRICE  # late, because its types are slow
+
     found = dict[str, float | None]()
     for text in texts:
         name, sign, price = text.partition("=")

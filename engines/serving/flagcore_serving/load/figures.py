@@ -258,8 +258,13 @@ def widest_limits(slo: Mapping[str, float]) -> dict[str, float]:
 
 def statistics_of(values: FloatArray) -> dict[str, float]:
     """Return the mean and the percentiles of a latency by name."""
-    percentiles = np.percentile(values, PERCENTILES)
-    return dict(zip(STATISTICS, map(float, (values.mean(), *percentiles)), strict=True))
+    ordered, found = np.sort(values), [float(values.mean())]
+    for each in PERCENTILES:  # as `np.percentile`, which takes longer, and imports numpy.ma
+        place = (values.size - 1) * (each / 100)
+        low, high = ordered[[int(place), min(int(place) + 1, values.size - 1)]].tolist()
+        share = place - int(place)
+        found.append(low + (high - low) * share if share < 0.5 else high - (high - low) * (1 - share))
+    return dict(zip(STATISTICS, found, strict=True))
 
 
 def _values(answers: Sequence[Answer], latency: str) -> FloatArray:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -146,7 +147,8 @@ def expected_figures(context: Candidates, *, simulates: bool = True) -> dict[str
 
 def _completed(values: FloatArray, closed_form: FloatArray, simulated: IntArray) -> FloatArray:
     """Return a metric with those in closed form where it was not simulated, scaled as in the `simulated` rows."""
-    ratio = float(np.nanmedian(values[simulated] / closed_form[simulated]))
+    ratios = values[simulated] / closed_form[simulated]
+    ratio = median(ratios[~np.isnan(ratios)].tolist() or [math.nan])  # np.nanmedian imports numpy.ma, which is slow
     return np.where(np.isnan(values) & ~np.isnan(closed_form), closed_form * ratio, values)
 
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from flagcore.domain.space import Columns, FloatArray, KnobValue, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, FloatArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 from flagcore.i18n import N_
@@ -68,8 +69,13 @@ def adapter_rules(task: Task, ranks: Sequence[int] = ()) -> tuple[Rule, ...]:
     text = N_("{knob} must be at least {rank}, the rank of an adapter")
     at_least = rule("adapter_rank", (RANK,), text, lambda c: (c[RANK] > 0) & (c[RANK] < rank), knob=RANK, rank=rank)
     text, values = N_("{knob} must be {values}"), ", ".join(map(str, ranks))
-    known = rule("adapter_ranks", (RANK,), text, lambda c: ~np.isin(c[RANK], (0, *ranks)), knob=RANK, values=values)
+    known = rule("adapter_ranks", (RANK,), text, partial(_is_none_of, ranks=(0, *ranks)), knob=RANK, values=values)
     return (at_least, known) if ranks else (at_least,)
+
+
+def _is_none_of(columns: Columns, ranks: Sequence[int]) -> BoolArray:
+    # np.isin would import numpy.ma, which is slow
+    return np.asarray(np.all([columns[RANK] != rank for rank in ranks], axis=0))
 
 
 def adapter_merges(task: Task, others: Mapping[str, EngineArg]) -> tuple[Merge, ...]:

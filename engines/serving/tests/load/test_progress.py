@@ -386,3 +386,10 @@ def test_only_the_steady_state_of_a_real_load_counts() -> None:
     assert result.figures["ttft_s.p99"] < 0.9
     assert result.figures["output_tokens_per_s"] == pytest.approx(2 * result.figures["requests_per_s"])
     assert given(result.window)[1] <= result.duration_s
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 20, 101, 1000])
+def test_percentiles_are_those_of_numpy(count: int) -> None:
+    values = np.random.default_rng(count).lognormal(sigma=2.0, size=count)
+    expected = [values.mean(), *np.percentile(values, [50, 90, 95, 99])]
+    assert list(statistics_of(values).values()) == expected

@@ -35,7 +35,7 @@ def pipeline_time(
     messages, blocking, send, mean_message = sends(train, layout, costs, placement, representatives[-1])
     total = layout.microbatches * times[-1].busy
     overlapped = overlapped_passes(train, times)
-    for pipeline_size in np.unique(layout.pipeline[layout.pipeline > 1.0]):
+    for pipeline_size in sorted({*layout.pipeline[layout.pipeline > 1.0].tolist()}):  # np.unique imports numpy.ma
         rows = np.flatnonzero(layout.pipeline == pipeline_size)
         places = _representatives(int(pipeline_size), [stage.index[rows] for stage in representatives]) * rows.size
         places += np.arange(rows.size)
