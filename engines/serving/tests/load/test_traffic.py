@@ -54,14 +54,14 @@ def test_lognormal_lengths_have_the_given_means() -> None:
     assert np.unique(traffic(replace(load, input_len=1, num_prompts=3)).input_len).tolist() == [1]
 
 
-@pytest.mark.parametrize(("answer", "longest"), [(200, 2048), (281, 4096)])
-def test_chats_are_whole_if_their_answers_are_longer_than_filtered_ones(answer: int, longest: int) -> None:
+@pytest.mark.parametrize(("answer", "expected"), [(200, ("chat", 2048)), (281, ("lognormal", 4096))])
+def test_answers_longer_than_those_of_chats_are_the_servers_own(answer: int, expected: tuple[str, int]) -> None:
     serve = {"engine": "toy", "precision": "bf16", "input_len": 300, "output_len": answer, "concurrency": 8}
     cluster = {"chip": "H200", "devices": 1, "devices_per_node": 1}
     record = {"id": "1", "kind": "serve", "model": "Qwen/Qwen3-8B", "cluster": cluster, "dataset": "ShareGPT"}
     record |= {"serve": serve, "candidate": {}}
     _, fields = read_record(record, {**record}, serve, ())
-    assert [(load.distribution, load.longest) for load in fields["work"].loads] == [("chat", longest)]
+    assert [(load.distribution, load.longest) for load in fields["work"].loads] == [expected]
 
 
 def test_chats_have_the_lengths_of_sharegpt_scaled_to_the_means() -> None:
