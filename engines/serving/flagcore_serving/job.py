@@ -88,8 +88,8 @@ class Load:
     range_spread: Fraction | None = None
     """Lengths are uniform between (1 - range_spread) and (1 + range_spread) x length."""
     distribution: Annotated[str, OneOf(("uniform", "lognormal", "chat"))] = "uniform"
-    """Distribution of the lengths: uniform, or with the means input_len and output_len: lognormal, or those of chats, as
-    in ShareGPT. Such lengths are at most 5 times their mean."""
+    """Distribution of the lengths: uniform, or with the means input_len and output_len: lognormal, or those of ShareGPT
+    (chat). Such lengths are at most 5 times their mean."""
     longest: int | None = None
     """The longest of such lengths in tokens. None means `MAX_LENGTH_RATIO` times the mean. With `lengths`, which
     are samples: the longest possible request, prompt and answer."""
