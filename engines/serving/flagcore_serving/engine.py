@@ -143,14 +143,16 @@ class ServingEngine(EngineProfile):
         """Return the engine's overheads for a task.
 
         `on_host`: whether the CPU that schedules also computes. Small kernels then have no launch overhead. `on_chip`:
-        overheads that differ on the chip; a build has its own. Raises SpecError for an unknown name of these.
+        overheads that differ on the chip; a build has its own, but for `compared`. Raises SpecError for an unknown name
+        of these.
         """
         serve, releases = task.spec.serve, self.program.overheads
         on_chip = on_chip or {}
         if unknown := sorted(on_chip.keys() - {each.name for each in fields(Overheads)}):
             problem = f"is not an overhead of {self.program.title}"
             raise SpecError(file="quirks.yaml", key=f"overheads.values.{unknown[0]}", problem=problem)
-        on_chip = {} if build_of(releases, serve.engine_version) else on_chip
+        if build_of(releases, serve.engine_version):
+            on_chip = {name: value for name, value in on_chip.items() if name == "compared"}
         overheads = replace(overheads_of(releases, serve.engine_version), **on_chip)
         if on_host:
             overheads = replace(overheads, attention=0.0, latent=0.0, ffn=0.0, experts={})

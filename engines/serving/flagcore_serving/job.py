@@ -30,8 +30,8 @@ MAX_CLIENTS = 8192
 OPEN_LOOP_FLIGHT = 64
 """The number of requests in flight that is assumed for an open loop if its number of requests is not given."""
 MAX_LENGTH_RATIO = 5
-"""The maximum of log-normal lengths relative to their mean. Benchmarks with filtered ShareGPT prompts have a similar
-ratio (a maximum of 1,024 tokens and a mean of 217)."""
+"""The maximum of lengths that are not uniform relative to their mean. Benchmarks with filtered ShareGPT prompts have a
+similar ratio (a maximum of 1,024 tokens and a mean of 217)."""
 
 
 SCHEMES = ("mtp", "eagle", "eagle3", "draft_model", "ngram", "suffix")
@@ -87,10 +87,11 @@ class Load:
     """Lengths are uniform between range_ratio x length and length; 1: all equal."""
     range_spread: Fraction | None = None
     """Lengths are uniform between (1 - range_spread) and (1 + range_spread) x length."""
-    distribution: Annotated[str, OneOf(("uniform", "lognormal"))] = "uniform"
-    """Distribution of the lengths: uniform, or lognormal with the means input_len and output_len, as in chats."""
+    distribution: Annotated[str, OneOf(("uniform", "lognormal", "chat"))] = "uniform"
+    """Distribution of the lengths: uniform, or with the means input_len and output_len: lognormal, or those of ShareGPT
+    (chat). Such lengths are at most 5 times their mean."""
     longest: int | None = None
-    """The longest of log-normal lengths in tokens. None means `MAX_LENGTH_RATIO` times the mean. With `lengths`, which
+    """The longest of such lengths in tokens. None means `MAX_LENGTH_RATIO` times the mean. With `lengths`, which
     are samples: the longest possible request, prompt and answer."""
     lengths: tuple[tuple[int, int], ...] = ()
     """The lengths of the prompt and the answer of each request, in place of a distribution. Empty if unknown."""
@@ -137,7 +138,7 @@ class Load:
     """Random seed of prompts; each repeat has new prompts."""
 
     def longest_of(self, mean: int) -> int:
-        """Return the longest of log-normal lengths with this mean, in tokens."""
+        """Return the longest of lengths with this mean that are not uniform, in tokens."""
         return max(self.longest or MAX_LENGTH_RATIO * mean, mean)
 
     def accepted(self, scheme: str) -> Rates | None:

@@ -20,7 +20,7 @@ Requests = Annotated[int, Field(ge=1, le=10_000_000)]
 Share = Annotated[float, Field(gt=0, le=1_000_000)]
 PerSecond = Annotated[float, Field(gt=0, le=1_000_000)] | Literal["inf"]
 Acceptance = Fraction | Annotated[list[Fraction], Field(min_length=1, max_length=64)]
-Distribution = Literal["uniform", "lognormal"]
+Distribution = Literal["uniform", "lognormal", "chat"]
 
 MAX_RATE = 1e5
 """The upper bound of the search for a request rate, in requests per second."""

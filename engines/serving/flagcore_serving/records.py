@@ -16,11 +16,11 @@ from flagcore_serving.job import Load, NoTokens, ServePrecision, ServeSpec, Toke
 from flagcore_serving.profile import Clients, Distribution, PerSecond, Requests
 
 CHAT_DATASETS = ("ShareGPT",)
-"""Values of `dataset` with log-normal lengths. The lengths in the record are the means."""
-FILTERED_ANSWER, LONGEST_CHAT = 250, 4096
-"""vLLM's client leaves out chats of more than 2,048 tokens (`benchmarks/datasets.py`). The mean answer then has about
-200 tokens. If it has more than the first value, all chats are assumed to be sent, the longest with the second value:
-the context of the model that wrote the answers (GPT-3.5)."""
+"""Values of `dataset` with lengths of chats. The lengths in the record are the means."""
+FILTERED_ANSWER, LONGEST_FILTERED, LONGEST_ANSWERED = 250, 2048, 4096
+"""vLLM's client leaves out chats of more than 2,048 tokens (`benchmarks/datasets.py`). Their answers, and those of all
+chats, have about 200 tokens in the mean. If a record has more than the first value, they are the server's own: their
+lengths are assumed to be log-normal, the longest with the last value."""
 
 
 class _Serve(Section):
@@ -82,8 +82,9 @@ def read_record(
     if section.get("precision") == "fp4":  # sources mean nvfp4, which is the only supported 4-bit format
         data["serve"] = {**section, "precision": "nvfp4"}
     if section and data.get("dataset") in CHAT_DATASETS:
-        is_whole = isinstance(answer := section.get("output_len"), int) and answer > FILTERED_ANSWER
-        data["serve"] = {"longest": LONGEST_CHAT if is_whole else None, **data["serve"], "distribution": "lognormal"}
+        is_own = isinstance(answer := section.get("output_len"), int) and answer > FILTERED_ANSWER
+        longest, lengths = (LONGEST_ANSWERED, "lognormal") if is_own else (LONGEST_FILTERED, "chat")
+        data["serve"] = {"longest": longest, **data["serve"], "distribution": lengths}
     record = checked(Record, data)
     candidate = {key: str(value) if isinstance(value, float) else value for key, value in record.candidate.items()}
     notes = source if isinstance(source := line.get("source"), str) else ""

@@ -6,6 +6,8 @@ import numpy as np
 from flagcore_models.layers import attention_by_size, attention_counts, other_mixers
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.compressed_attention import CompressedAttention
+from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
+from flagcore_models.mixers.kimi_delta_attention import KimiDeltaAttention
 from flagcore_models.mixers.latent_attention import LatentAttention
 
 from flagcore.contracts import AttentionShape, Costs, KernelCosts
@@ -29,7 +31,8 @@ def mixer_seconds(
     seconds = _products(mixer, serving, settings, kernels, tokens) + overheads.attention
     if not isinstance(mixer, Attention):
         seconds = seconds + overheads.compressed * isinstance(mixer, CompressedAttention)
-        return seconds + kernels.memory_seconds(tokens * (2.0 * mixer.moved) / settings.tensor)
+        slower = overheads.delta_rule if isinstance(mixer, (GatedDeltaNet, KimiDeltaAttention)) else 1.0
+        return seconds + slower * kernels.memory_seconds(tokens * (2.0 * mixer.moved) / settings.tensor)
     if isinstance(mixer, LatentAttention):
         seconds = seconds + overheads.latent
     if mixer.indexer:

@@ -60,7 +60,8 @@ FIGURE_NAMES = (
 SIMULATION = "simulation"
 
 FAR = 0.7
-"""Candidates that are expected to reach a lower share of the best highest rate are not simulated. A choice."""
+"""Candidates that are expected to reach a lower share of the best highest rate are only tried at this share. A
+choice."""
 
 PIECE = 4096
 """The rows that are compared at once, to save memory."""
@@ -292,8 +293,9 @@ def _highest(
     """Return the metrics of one candidate at its highest load or, if none meets the limits, at the lowest tried one.
 
     A search for the highest rate starts where the last one suggests, and tries powers of RESOLUTION, so that candidates
-    share requests. A candidate that is FAR below the best and has the layout of an earlier one is not simulated. If the
-    spec asks only for the best, each candidate is tried at the best rate, and one that does not serve it gets a bound.
+    share requests. A candidate that is expected FAR below the best and has the layout of an earlier one is first tried
+    at this rate. If the spec asks only for the best, each is tried at the best rate. One that does not serve it gets a
+    bound, so that the closed form alone excludes none.
     `kinds`: as in `_load_figures`. `expected`: the candidate's rate in closed form. `found`: by layout, and by None for
     all of them, this rate and the metrics of the last candidate; this function updates it.
     """
@@ -308,8 +310,6 @@ def _highest(
         return {name: ratio * figures[name] for name in (*RATES, HIGHEST_LOAD) if name in figures}
 
     start = scaled(expected / before)[HIGHEST_LOAD]
-    if layout in found and start < FAR * best and not context.serve.only_best:
-        return {**figures, **scaled(expected / before)}
 
     def load_at(value: float) -> float:
         return value if is_concurrency else float(RESOLUTION ** round(math.log(value, RESOLUTION)))
@@ -320,10 +320,11 @@ def _highest(
         is_met = bool(points[at]) and all(points[at].get(name, 0.0) <= limit for name, limit in slo.items())
         return Verdict.MET if is_met else Verdict.EXCEEDED
 
-    if best and context.serve.only_best:
-        if predict(best) is not Verdict.MET:
-            return {**figures, **scaled(min(start, best / RESOLUTION) / figures[HIGHEST_LOAD])}
-        start = max(start, best)
+    tried = best if context.serve.only_best else FAR * best if layout in found else 0.0
+    if tried and (context.serve.only_best or start < tried):
+        if predict(tried) is not Verdict.MET:
+            return {**figures, **scaled(min(start, tried / RESOLUTION) / figures[HIGHEST_LOAD])}
+        start = max(start, tried)
     start, minimum, growth = start or expected, MIN_RATE, RESOLUTION
     if is_concurrency:
         start, minimum, growth = FIRST_LOAD, 1.0, GROWTH

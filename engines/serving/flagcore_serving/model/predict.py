@@ -64,11 +64,8 @@ NARROW_BYTES = 1.9
 
 WIDTH_FACTOR = 2.0
 """Factor on both ends of an interval if the chip was not measured, the engine was not fitted, weights are read from the
-host or computed there, or caches are loaded from other tiers."""
-
-COMPARED_FACTOR = 1.4
-"""The same if only the chip was not measured, and published points of the engine on it were compared: all 88
-rates of vLLM and its builds on AMD's and Huawei's chips are within (benchmarks/LOG.md)."""
+host or computed there, or caches are loaded from other tiers. `Overheads.compared` is used instead if only the chip was
+not measured."""
 
 NETWORK_FACTOR = 1.2
 """An additional factor on both ends if the rate of the network between hosts is assumed. A choice."""
@@ -127,7 +124,7 @@ def predict(
     if simulates:
         figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
     unmeasured = costs.synchronous or untested or bool(settings.offloaded.any())
-    factor = 1.0 if not costs.guessed else COMPARED_FACTOR if overheads.compared else WIDTH_FACTOR
+    factor = 1.0 if not costs.guessed else overheads.compared or WIDTH_FACTOR
     loads = np.nan_to_num(figures.get("cache_load_s", np.zeros(kinds.size)))
     on_host = np.zeros(kinds.size)
     np.maximum.at(on_host, kinds.owner, settings.experts_on_host)

@@ -73,6 +73,7 @@ class Overheads:
     - `attention`, `ffn`: kernels of an attention layer, and of an FFN.
     - `latent`, `indexer`: additional kernels of latent attention, and of the indexer of sparse attention.
     - `compressed`: additional kernels of compressed attention, with its indexer and the residual streams around it.
+    - `delta_rule`: time of a gated delta rule's kernels relative to that of their memory traffic.
     - `experts`: kernels of a layer with experts, by precision of the weights.
     - `whole_experts`: additional kernels of such a layer if tensor ranks hold whole experts, by precision.
     - `casts`: formats to which separate kernels cast the operands of products. Elsewhere the kernel before casts, too.
@@ -121,8 +122,8 @@ class Overheads:
     - `finds_preempted`: whether a preempted sequence finds those of its cached blocks that were not taken since then.
     - `indexes_all`: whether layers that share the indexer of another layer cache index keys, too.
 
-    - `compared`: whether at least five published points of the engine on the chip were compared, so that
-      intervals are narrower though nothing was fitted.
+    - `compared`: factor on both ends of an interval on a chip without measured kernels, from at least five published
+      points of the engine there; 0 if there are not as many.
 
     Adapters:
 
@@ -143,6 +144,7 @@ class Overheads:
     latent: float = 0.0
     indexer: float = 0.0
     compressed: float = 0.0
+    delta_rule: float = 1.0
     experts: Mapping[str, float] = field(default_factory=dict)
     whole_experts: Mapping[str, float] = field(default_factory=dict)
     casts: Sequence[str] = ()
@@ -176,7 +178,7 @@ class Overheads:
     frees_windows: bool = False
     finds_preempted: bool = False
     indexes_all: bool = False
-    compared: bool = False
+    compared: float = 0.0
     adapts_tables: bool = False
     adapter_moves: Sequence[float] = ()
     base_takes_slot: bool = False

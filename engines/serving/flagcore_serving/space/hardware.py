@@ -92,7 +92,7 @@ def longest_request(task: Task, *, estimated: bool = True) -> int:
             continue
         if load.lengths:
             upper = max(map(sum, load.lengths))
-        elif load.distribution == "lognormal":  # a chat of the longest tokens has both prompt and answer in them
+        elif load.distribution != "uniform":  # a chat of the longest tokens has both prompt and answer in them
             upper = load.longest or load.longest_of(load.input_len) + load.longest_of(load.output_len)
         else:
             both, spread = (load.input_len, load.output_len), load.range_spread or 0.0

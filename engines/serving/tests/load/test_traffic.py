@@ -54,14 +54,23 @@ def test_lognormal_lengths_have_the_given_means() -> None:
     assert np.unique(traffic(replace(load, input_len=1, num_prompts=3)).input_len).tolist() == [1]
 
 
-@pytest.mark.parametrize(("answer", "longest"), [(200, None), (281, 4096)])
-def test_chats_are_whole_if_their_answers_are_longer_than_filtered_ones(answer: int, longest: int | None) -> None:
+@pytest.mark.parametrize(("answer", "expected"), [(200, ("chat", 2048)), (281, ("lognormal", 4096))])
+def test_answers_longer_than_those_of_chats_are_the_servers_own(answer: int, expected: tuple[str, int]) -> None:
     serve = {"engine": "toy", "precision": "bf16", "input_len": 300, "output_len": answer, "concurrency": 8}
     cluster = {"chip": "H200", "devices": 1, "devices_per_node": 1}
     record = {"id": "1", "kind": "serve", "model": "Qwen/Qwen3-8B", "cluster": cluster, "dataset": "ShareGPT"}
     record |= {"serve": serve, "candidate": {}}
     _, fields = read_record(record, {**record}, serve, ())
-    assert [(load.distribution, load.longest) for load in fields["work"].loads] == [("lognormal", longest)]
+    assert [(load.distribution, load.longest) for load in fields["work"].loads] == [expected]
+
+
+def test_chats_have_the_lengths_of_sharegpt_scaled_to_the_means() -> None:
+    sampled = traffic(
+        Load(input_len=219, output_len=197, num_prompts=1000, concurrency=1, distribution="chat", longest=2048)
+    )
+    assert (sampled.input_len.mean(), sampled.output_len.mean()) == pytest.approx((219, 197), rel=0.01)
+    assert np.percentile(sampled.output_len, (10, 50, 90)) == pytest.approx((11, 126, 485), rel=0.1)
+    assert np.corrcoef(np.log(sampled.input_len), np.log(sampled.output_len))[0, 1] == pytest.approx(-0.45, abs=0.05)
 
 
 def test_lengths_of_prompts_and_answers_are_independent() -> None:

@@ -48,6 +48,7 @@ SCORES = Indexer(heads=0, head_dim=0, top_k=2048)
 WINDOWS = {"model": mixed(DENSE, {"window": 1024}, 36), "tokens": 4096.0, "prompt": 2048.0}
 STATES = GatedDeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4)
 LINEAR = {"model": mixed(DENSE, STATES, 27), "tokens": 1e4}
+SLOW_RULE = {"overheads": replace(OVER, delta_rule=3.0)}
 SPARSE = {"model": mixed(LATENT, INDEXED, 36)}
 SHORT, LONG = ({**SPARSE, "tokens": tokens, "prompt": tokens} for tokens in (1024.0, 65536.0))
 LAUNCHED = {"overheads": replace(OVER, eager_kernels=0.0, eager_latent=60.0)}
@@ -99,6 +100,7 @@ def seconds(part: str, at: float = 1.0, on: Costs | None = None, **given: Any) -
         ("pair", {}, WINDOWS, 0.75, 0.75),
         ("pair", {}, LINEAR, 0.25, 0.25),
         ("local", {"at": LARGE}, {**LINEAR, "at": LARGE}, 0.8, 2.0),
+        ("local", {**LINEAR, "at": LARGE}, {**LINEAR, **SLOW_RULE, "at": LARGE}, 1.2, 3.0),
         *((part, {"model": LATENT}, SHORT, 1.0001, 10.0) for part in ("cached", "pair")),
         *((part, {"model": LATENT}, LONG, 0.0, 0.9999) for part in ("cached", "pair")),
         ("local", SHORT, {**SHORT, "overheads": replace(OVER, indexer=1.0)}, 100.0, 1e9),

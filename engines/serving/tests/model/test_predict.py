@@ -235,7 +235,10 @@ def test_a_search_for_the_best_alone_finds_the_best_with_fewer_simulations(monke
     assert simulated[1] < simulated[0]
 
 
-def test_a_closed_form_that_is_far_too_low_hides_no_best_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("only_best", [False, True])
+def test_a_closed_form_that_is_far_too_low_hides_no_best_candidate(
+    monkeypatch: pytest.MonkeyPatch, only_best: bool
+) -> None:
     load, closed_form = (
         replace(LOAD, concurrency=None, request_rate=1000.0, num_prompts=300),
         candidates._in_closed_form,
@@ -246,7 +249,7 @@ def test_a_closed_form_that_is_far_too_low_hides_no_best_candidate(monkeypatch: 
         return {**found, "requests_per_s": 1.0 / found["requests_per_s"]}
 
     monkeypatch.setattr(candidates, "_in_closed_form", inverted)
-    on = task(load, slo={"ttft_s.p99": 1.0}, highest="request_rate", only_best=True)
+    on = task(load, slo={"ttft_s.p99": 1.0}, highest="request_rate", only_best=only_best)
     few, many = predicted(on, tensor=8, max_running=[4, 256]).figures["highest_load"]
     assert many > few
     assert many == predicted(on, tensor=8, max_running=[256]).figures["highest_load"][0]
