@@ -57,8 +57,9 @@ class Options:
     of layers, or `WHOLE_STEP`. The flex and hybridep `dispatcher` send a token to a rank once, for all of its
     experts there, and over the network to `linked_devices` once. `dispatch_share` is the share of the bytes of
     16-bit tokens that the experts' dispatch sends in forward, `combine_gradient_share` that of the gradients of
-    their outputs in backward. With `fused_experts`, those in 8 or 4 bits are
-    fused kernels, with `router_fusion` the scores and the loss of a router. Without `router_loss`, it has none.
+    their outputs in backward. With `neighbours`, the experts of a token follow one another. With `fused_experts`, those
+    in 8 or 4 bits are fused kernels, with `router_fusion` the scores and the loss of a router. Without `router_loss`,
+    it has none.
     `routing_spread` is the standard deviation of the loads of experts, relative to their mean, where a router
     balances them. With `assumed_fp8_gather`, only candidates with the distributed optimizer have fp8 weights. With
     `fsdp`, ranks share weights, gradients and optimizer states, but for those in `whole`. With
@@ -70,7 +71,7 @@ class Options:
     shards no matrix of a linear layer: each is on one rank. With `stores_core_copy`, context parallelism keeps the
     attention core's output before its collective, too. In a job of fewer than 16 bits, `wide_layers` is the number of
     layers in 16 bits, and with `wide_mtp`, multi-token prediction is in 16 bits. The products of `wide_modules` are in
-    16 bits in all layers, those of `mxfp8_modules` in MXFP8; `Training.precision_of` lists the names. With
+    16 bits in all layers, those of `mxfp8_modules` in MXFP8; `Training.precision_of` lists the names (and "head"). With
     `frees_mtp_logits`, the logits of multi-token prediction are freed before those of the model are computed. With
     `in_place_loss`, the loss works in place on 16-bit logits. With `tiled_loss`, backward computes the head again, on
     tiles of its logits. Plain layers without stages run head and loss on `loss_parts` parts of the tokens, one after
@@ -117,6 +118,7 @@ class Options:
     dispatch_share: float = 1.0
     combine_gradient_share: float = 1.0
     linked_devices: float = np.inf
+    neighbours: bool = False
     grouped_gemm: bool = True
     fused_experts: bool = False
     router_fusion: bool = False

@@ -141,7 +141,7 @@ def options(task: Task) -> Options:
         in_place_loss=settings.get("cross_entropy_fusion_impl") == "te" and bool(settings.get(LOSS_FUSION)),
         wide_layers=_wide_layers(settings),
         wide_modules=words(settings.get("modules_in_bf16")),
-        mxfp8_modules=words(settings.get("modules_in_mxfp8")),
+        mxfp8_modules=words(settings.get("modules_in_mxfp8")) | _narrow_head(train, settings),
         frees_mtp_logits=in_versions(FREED_MTP_LOGITS_SINCE, version),
         attention_kernel=precision(train, settings) if fp8_attention else str(settings.get("attention_backend") or ""),
         # hybrid models have no rotary embedding by default (megatron-core `hybrid_model.py`, position_embedding_type)
@@ -150,6 +150,12 @@ def options(task: Task) -> Options:
         graphs=graphs(settings),
         dropout=bool(settings.get("attention_dropout") or settings.get("hidden_dropout")),
     )
+
+
+def _narrow_head(train: TrainSpec, settings: Settings) -> frozenset[str]:
+    """Return "head" if the output head runs in MXFP8 (megatron-core 0.18 `fp8_utils.py`)."""
+    is_narrow = settings.get("fp8_output_proj") and precision(train, settings) == "mxfp8"
+    return frozenset({"head"} if is_narrow else ())
 
 
 def _wide_layers(settings: Settings) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from flagcore_models.layers import indexer_of, latent_layers
 from flagcore_training.adapters import as_noted
+from flagcore_training.layout import WHOLE_STEP
 from flagcore_training.lengths import OFFLINE
 
 from flagcore.contracts import Platform
@@ -30,7 +31,7 @@ from flagcore_megatron.program.user_command import implementation_of_command
 from flagcore_megatron.space.flags import release_problem, setting_from_text
 from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, candidate_columns
 from flagcore_megatron.space.meshes import CP, EP, MESHES, PP, TP, Meshes
-from flagcore_megatron.space.options import check, is_hybrid, release, settings_in_force, words
+from flagcore_megatron.space.options import check, graphs, is_hybrid, release, settings_in_force, words
 from flagcore_megatron.space.rules import EXPERT_OVERLAP, settings_with_rules
 from flagcore_megatron.space.split import EXPERT_TENSOR
 from flagcore_megatron.space.stages import (
@@ -260,11 +261,14 @@ def _defaults(
     is_wide, modules = experts > task.cluster.linked_devices, words(settings.get("recompute_modules"))
     is_repeated = values.get("recompute_granularity") == "full" or "moe" in modules
     is_interleaved = stages > 1 and int(values.get(VIRTUAL_STAGES) or 1) > 1
+    name, is_whole = task.spec.model.name or "", graphs(settings) == WHOLE_STEP
     can_overlap = is_interleaved and task.spec.model.mtp_num_layers < 2 and not is_hybrid(task.spec.model)
     return {
         **({EXPERT_TENSOR: 1} if whole and EXPERT_TENSOR not in values else {}),
         **narrow_hybrids(task),
         **({"dsa_indexer_loss_coeff": 0.001} if indexer_of(task.spec.model) else {}),  # `glm5_bridge.py`
+        **({"fp8_output_proj": True} if is_whole and _NARROW_HEADS.search(name) else {}),
+        "apply_rope_fusion": bool(latent_layers(task.spec.model)) == bool(_YARN.search(name)),
         **overlaps(task, kind, settings, sharded=sharded, sequence_parallel=split),
         "moe_token_dispatcher_type": "flex" if is_wide else "alltoall",
         "moe_router_fusion": kind != "local",
@@ -274,6 +278,14 @@ def _defaults(
         "hidden_dropout": 0.0 if flash else 0.1,
     }
 
+
+_YARN = re.compile(r"deepseek|kimi|gpt[-_ ]?oss", re.IGNORECASE)
+"""Models with YaRN. Latent attention has a fused rotary embedding only with YaRN (megatron-core 0.16
+`transformer_config.py`), other attention only without (Megatron-Bridge @067f987d `utils/fusions.py`)."""
+
+_NARROW_HEADS = re.compile(r"deepseek[-_ ]?v3|gpt[-_ ]?oss", re.IGNORECASE)
+"""Models whose recipes with a graph of the whole step have the output head in MXFP8 (Megatron-Bridge @067f987d
+`perf_recipes`: fp8_output_proj)."""
 
 _PAIR_PATTERN = re.compile(
     r"(?<![\w-])-{0,2}([a-z][\w-]*)\s*=\s*(\[[^\]]*\]|[^\s;,]+(?:,\w+(?![\w-]*\s*=))*)", re.IGNORECASE

@@ -299,7 +299,8 @@ class Fsdp2(Engine):
         Stages may differ by a layer, because the job did run. They are predicted as if all had the same. Ranks that
         share weights divide the experts, and send each token to a rank once, as in NeMo AutoModel's recipes
         (`examples/llm_benchmark` @36044ad3: ep_size, DeepEP or HybridEP), whose weights and optimizer states have 16
-        bits (`from_config`: torch_dtype). Recipes of runs that do not fit otherwise recompute all layers.
+        bits (`from_config`: torch_dtype), and whose router is fake_balanced_gate. With `compile`, experts are divided
+        only if the record says so, as in torchtitan. Recipes of runs that do not fit otherwise recompute all layers.
         """
         task, assumed_lengths = as_noted(task, notes)
         work = task.spec.train
@@ -309,9 +310,9 @@ class Fsdp2(Engine):
         completed: dict[str, KnobValue] = {fs.REPLICATE: replicas, fs.SHARD: shard, fs.RESHARD: others[-1] == 1}
         count, is_recipe = task.spec.model.experts, False
         if count:
-            completed[fs.EP] = math.gcd(count, shard * others[2])
             is_narrow = work.precision != "fp32" and values.get(fs.STATES) != "fp32"
             is_recipe = is_narrow and not values.get(fs.COMPILE)
+            completed[fs.EP] = math.gcd(count, shard * others[2]) if is_recipe else 1
             completed |= {fs.STATES: "bf16"} if is_recipe else {}
             work = replace(work, assumed={fs.DISPATCHER: "flex", **({fs.STATES: "bf16"} if is_recipe else {})})
         noted = {PIPELINE_LAYERS, ADAPTERS_ALONE, *assumed_lengths}
@@ -338,6 +339,8 @@ class Fsdp2(Engine):
             lines.append(f"{fs.AC} = {values[fs.AC]} is assumed: the run would not fit otherwise")
         if fs.STATES in noted:
             lines.append(f"{fs.STATES} = {values[fs.STATES]} is assumed, as in recipes of NeMo AutoModel")
+            if train.adapter is None and train.lengths is None:
+                lines.append("tokens are routed to neighbouring experts, as in its benchmarks: others take longer")
         if layers % stages:
             lines.append(f"{layers} layers do not divide over {stages} stages: predicted as if they did")
         return lines

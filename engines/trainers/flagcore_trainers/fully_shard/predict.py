@@ -185,7 +185,8 @@ def _predict(
     train = training(task, compiled=compiled, compiled_loss=fused_loss, schedule=schedule)
     layout = layout_of(task, columns)
     if program.own_attention:
-        train = replace(train, options=replace(train.options, attention_kernel=""))
+        benchmark = train.lengths is None and train.options.adapter is None
+        train = replace(train, options=replace(train.options, attention_kernel="", neighbours=benchmark))
     else:
         costs = traffic.with_torch_attention(task, costs)
     fused_norm = program.fused_norm and not costs.synchronous

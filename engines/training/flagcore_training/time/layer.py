@@ -224,14 +224,15 @@ def ffn_block(network: Network, train: Training, layout: Layout, costs: Costs, t
 def head_time(train: Training, layout: Layout, costs: Costs) -> Block:
     """Return the time of final norm, output head and loss, for the model and each depth of multi-token prediction.
 
-    The head runs in 16 bits at every precision of the layers. Logits are written in 16 and 32 bits, read for the
-    maximum and the sum, and converted to their gradient (megatron-core 0.16 `cross_entropy.py`). A fused loss needs
-    half of this memory traffic.
+    The head runs in 16 bits at every precision of the layers, unless "head" is one of `mxfp8_modules`. Logits are
+    written in 16 and 32 bits, read for the maximum and the sum, and converted to their gradient (megatron-core 0.16
+    `cross_entropy.py`). A fused loss needs half of this memory traffic.
     """
     model, kernels, unit = train.model, costs.kernels, float(train.value_bytes)
     tokens, rows = layout.tokens(train.sequence), layout.token_rows(train.sequence)
     vocab = padded_vocab(model, layout.tensor) / layout.tensor
-    product = linear(kernels, tokens, model.hidden_size, vocab, train.unquantised)
+    precision = "mxfp8" if "head" in train.options.mxfp8_modules else train.unquantised
+    product = linear(kernels, tokens, model.hidden_size, vocab, precision)
     norm, norm_back = norm_seconds(kernels, unit * model.hidden_size * rows)
     traffic = (8.0 if train.options.cross_entropy_fusion else 16.0) * vocab * tokens
     loss, loss_back = kernels.memory_seconds(traffic), kernels.memory_seconds(0.5 * traffic)

@@ -265,7 +265,7 @@ def expert_dispatch(network: Experts, train: Training, layout: Layout, costs: Co
     near = ranks
     if options.dispatcher in ("flex", "hybridep"):
         near = np.minimum(ranks, np.maximum(np.floor(options.linked_devices / stride), 1.0))
-        sent, copies = (_distinct(network, n) for n in (ranks / near, ranks))
+        sent, copies = (_distinct(network, n, neighbours=options.neighbours) for n in (ranks / near, ranks))
     dispatch = collective(costs, "all_to_all", copies * tokens, near, stride)
     if options.dispatcher == "allgather":
         dispatch = collective(costs, "all_gather", tokens * ranks, ranks, stride)
@@ -274,12 +274,15 @@ def expert_dispatch(network: Experts, train: Training, layout: Layout, costs: Co
     return dispatch + collective(costs, "all_gather", copies * tokens * stride, stride)
 
 
-def _distinct(network: Experts, n: FloatArray) -> FloatArray:
+def _distinct(network: Experts, n: FloatArray, *, neighbours: bool) -> FloatArray:
     """Return on how many of the n ranks or nodes that share the experts a token's experts are, in the mean.
 
     With random routing to k experts, these are n (1 - (1 - 1/n)^k) (derived). With groups of experts, a token's experts
-    are in a few groups (DeepSeek-V3, arXiv 2412.19437), so on the ranks that have these.
+    are in a few groups (DeepSeek-V3, arXiv 2412.19437), so on the ranks that have these. With `neighbours`, k experts
+    that follow one another are on as few ranks as possible.
     """
+    if neighbours:
+        return np.maximum(n * (network.chosen / network.count), 1.0)
     if network.groups:
         chosen, all_groups = float(network.chosen_groups), float(network.groups)
         n = np.where(n < all_groups, n * (1.0 - (1.0 - 1.0 / n) ** chosen), n * (chosen / all_groups))
