@@ -29,10 +29,6 @@ REASON = "ValueError: it is broken"
 STATES = {"failed": "no measurement", "interrupted": "interrupted", "killed": "interrupted", "estimate": "finished"}
 CODES = {"failed": 5, "interrupted": 2, "killed": 2}
 NEED_THE_BEST = (("run", "RUN"), ("explain", "RUN", "best"), ("compare", "RUN", "RUN:baseline"))
-REASON = "ValueError: it is broken"
-STATES = {"failed": "no measurement", "interrupted": "interrupted", "killed": "interrupted", "estimate": "finished"}
-CODES = {"failed": 5, "interrupted": 2, "killed": 2}
-NEED_THE_BEST = (("run", "RUN"), ("explain", "RUN", "best"), ("compare", "RUN", "RUN:baseline"))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
-"""Processes of a test, found by a mark in their environment, and the ends of trials."""
+"""Processes of a test, found by a mark in their environment, the ends of trials, and programs that stand for others."""
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from flagcore.contracts import RunningLaunch
 from flagcore.domain.launch import Exit
@@ -38,3 +39,11 @@ def family(pid: int) -> tuple[int, int, int, bytes]:
     found = guard.read_ids(pid)
     assert found is not None
     return found
+
+
+def program(file: Path, script: str, shell: str = "/bin/sh") -> Path:
+    """Write a program that runs a script, with the folder that it is in, and return it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"#!{shell}\n{script}\n")
+    file.chmod(0o755)
+    return file

@@ -14,6 +14,10 @@ from tests.tasks import *  # noqa: F403
 ENGINES: Any = engines()
 ENGINES.data = {name: ENGINES[name] for name in ("megatron", "vllm", "sglang", "llamacpp", "lmdeploy")}
 """The engines of this repository."""
+VENDORS = (
+    *("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin", "enflame"),
+    "thead",
+)
 PLAIN_SPACE = {
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,

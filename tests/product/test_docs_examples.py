@@ -86,7 +86,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_training_engine_is_tuned(folder: Path) -> None:
     command = [sys.executable, "-c", "from flagcore.cli import main; main()", "tune", "train-acme.yaml", "--json"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
@@ -111,7 +110,6 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "tune.ipynb"
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_notebook_tunes_and_shows_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas")
     pytest.importorskip("megatron.core")
@@ -249,14 +247,12 @@ def followed_page(tmp_path_factory: pytest.TempPathFactory) -> Follower:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_page_shows_what_its_commands_print(followed_page: Follower) -> None:
     (table,) = re.findall(r"```text\n(# +DP .*?)```", PLUGIN_PAGE, re.DOTALL)
     assert followed_page.printed["flag estimate plan.yaml --top 3"].startswith(table.rstrip())
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_new_plugin_passes_every_check_at_its_start_and_at_its_end(followed_page: Follower) -> None:
     reports = (
         followed_page.printed["flag plugins check flagcore-acme"],
@@ -267,7 +263,6 @@ def test_the_new_plugin_passes_every_check_at_its_start_and_at_its_end(followed_
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_plan_uses_the_measured_kernels_and_the_rule(followed_page: Follower) -> None:
     assert "acme_pod" in followed_page.run("flag explain plan.yaml")
     rows = json.loads(followed_page.run("flag estimate plan.yaml --json"))
@@ -278,7 +273,6 @@ def test_the_plan_uses_the_measured_kernels_and_the_rule(followed_page: Follower
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_job_is_tuned_with_the_environment_of_the_plugin(followed_page: Follower) -> None:
     result = json.loads((followed_page.folder / "first" / "result.json").read_text())
     assert result["chip"] == "A1"
@@ -289,7 +283,6 @@ def test_the_job_is_tuned_with_the_environment_of_the_plugin(followed_page: Foll
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_an_add_on_overrides_the_vendors_plugin(followed_page: Follower) -> None:
     (source,) = re.findall(r"\*\*`flagcore_site/hooks.py`\*\*\n\n```python\n(.*?)```", DATA, re.DOTALL)
     site = followed_page.folder / "site"

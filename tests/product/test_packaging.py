@@ -28,14 +28,10 @@ from hatch_build import CustomMetadataHook
 from tests.checks import SHELL, VARIABLES, WORDS, leaking_files, leaks, secret
 from tests.product.api.test_export import SMALL_TRAINING, server, written
 from tests.product.cli.conftest import Flag, flag  # noqa: F401 (fixture)
-from tests.product.tasks import SHAPE
+from tests.product.tasks import SHAPE, VENDORS
 from tests.test_import_contracts import settings
 
 ROOT = Path(__file__).resolve().parents[2]
-VENDORS = (
-    *("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin", "enflame"),
-    "thead",
-)
 EXTRAS = sorted(file.parent for room in ("engines", "extras") for file in ROOT.glob(f"{room}/*/pyproject.toml"))
 PARTS = [*sorted(file.parent for file in ROOT.glob("plugins/*/pyproject.toml")), *EXTRAS]
 

@@ -212,15 +212,12 @@ def test_a_missing_file_gets_similar_names_as_suggestions(tmp_path: Path) -> Non
         read_spec(tmp_path / "away" / "other.yaml")
 
 
-ErrorOf = Callable[..., SpecError]
-
-
 def test_inline_shape_resolves_its_defaults() -> None:
     model = model_from(SHAPE | {"num_moe_experts": 4, "moe_router_topk": 2, "q_lora_rank": None}, base=Path())
     assert (model.num_query_groups, model.kv_channels, model.moe_ffn_hidden_size) == (4, 16, 128)
 
 
-def test_all_rules_that_an_inline_shape_breaks_are_reported_once(error_of: ErrorOf) -> None:
+def test_all_rules_that_an_inline_shape_breaks_are_reported_once(error_of: ReadError) -> None:
     shape = SHAPE | {"hidden_size": 65}
     wrong = {"num_query_groups": 3, "moe_router_topk": 2, "kv_lora_rank": 3, "v_head_dim": 8}
     error = error_of(model_from, shape | wrong, base=Path())

@@ -223,7 +223,6 @@ def test_plugins_knobs_are_listed_for_an_unknown_name(knob: str, fix: str) -> No
     assert error_in(SHAPE, {knob: 2}, Knob(name="acme_graph_level", effects={1: Effect()})).fix.endswith(fix)
 
 
-ErrorOf = Callable[..., SpecError]
 GOOD = (
     "model: {num_layers: 4, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4, vocab_size: 1000}\n"
     "train: {engine: toy, seq_length: 128, global_batch_size: 8, precision: bf16}\n"
@@ -263,7 +262,7 @@ TEXTS = {
 
 @pytest.mark.parametrize(("text", "key", "problem"), TEXTS.values(), ids=TEXTS)
 def test_malicious_text_gives_a_one_line_error_quickly(
-    tmp_path: Path, error_of: ErrorOf, text: bytes, key: str, problem: str
+    tmp_path: Path, error_of: ReadError, text: bytes, key: str, problem: str
 ) -> None:
     path = tmp_path / "spec.yaml"
     path.write_bytes(text)
@@ -289,13 +288,13 @@ def test_malicious_text_gives_a_one_line_error_quickly(
         ('{"a": ' + "9" * 5000 + "}", "digits"),
     ],
 )
-def test_malicious_json_gives_a_one_line_error(tmp_path: Path, error_of: ErrorOf, text: str, problem: str) -> None:
+def test_malicious_json_gives_a_one_line_error(tmp_path: Path, error_of: ReadError, text: str, problem: str) -> None:
     path = tmp_path / "spec.json"
     path.write_text(text)
     assert problem in error_of(read_spec, path).problem
 
 
-def test_a_special_file_is_refused_without_waiting(tmp_path: Path, error_of: ErrorOf) -> None:
+def test_a_special_file_is_refused_without_waiting(tmp_path: Path, error_of: ReadError) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     assert "not a regular file" in error_of(read_spec, tmp_path / "pipe").problem

@@ -195,9 +195,7 @@ def test_a_run_of_flagcore_replaces_an_imported_one() -> None:
     assert learn((imported, own)).trials == (own,)
 
 
-PAST = predictions()
-SEEN = np.arange(len(SPACE))
-ALL = search_context(PAST).features(SEEN)
+ALL = search_context(KNOWN).features(ROWS)
 TRIED_ROWS = np.random.default_rng(0).permutation(len(SPACE))[:40]
 
 
@@ -215,7 +213,7 @@ def by_parts(wrong: float) -> FloatArray:
 @pytest.mark.parametrize("rough", [0.01, 0.05, 0.2, 0.3])
 def test_the_roughness_of_errors_is_learned_from_trials(rough: float) -> None:
     ratio = np.random.default_rng(1).normal(0.0, rough, len(SPACE))
-    untried = np.setdiff1d(SEEN, TRIED_ROWS)
+    untried = np.setdiff1d(ROWS, TRIED_ROWS)
     deviation = Ratios(observed(TRIED_ROWS, ratio), ALL, TIME).posterior(ALL.take(untried)).deviation
     assert 0.7 * rough < np.median(deviation) < 1.4 * rough + 0.03
 
@@ -224,13 +222,13 @@ def test_consistent_experience_is_used_from_the_start() -> None:
     ratio = by_parts(0.3)
     without_experience, experienced = (
         Ratios(Observations.join([*past, observed(TRIED_ROWS[:3], ratio)]), ALL, TIME).posterior(ALL)
-        for past in ([], [observed(SEEN[::3], ratio, task=1)])
+        for past in ([], [observed(ROWS[::3], ratio, task=1)])
     )
     assert np.abs(experienced.mean - ratio).mean() < 0.5 * np.abs(without_experience.mean - ratio).mean()
 
 
 def test_contradicted_experience_is_ignored() -> None:
-    past, real = observed(SEEN[::3], by_parts(-0.4), task=1), by_parts(0.4)
+    past, real = observed(ROWS[::3], by_parts(-0.4), task=1), by_parts(0.4)
     posterior = Ratios(Observations.join([past, observed(TRIED_ROWS[:8], real)]), ALL, TIME).posterior(ALL)
     without_experience = Ratios(observed(TRIED_ROWS[:8], real), ALL, TIME).posterior(ALL)
     assert np.abs(posterior.mean - real).mean() < 1.5 * np.abs(without_experience.mean - real).mean()
@@ -257,7 +255,7 @@ def test_errors_correlate_less_between_tasks_than_within_a_task() -> None:
 @pytest.mark.parametrize("task", [0, 1])
 def test_noise_is_a_standard_deviation_of_logarithms(task: int) -> None:
     def posterior_mean(noise: float) -> float:
-        row = SEEN[:1]
+        row = ROWS[:1]
         observation = Observations(ALL.take(row), np.array([0.3]), np.array([noise]), np.array([task]))
         return float(Ratios(observation, ALL, TIME).posterior(ALL.take(row)).mean[0])
 
@@ -277,22 +275,22 @@ def test_experience_that_held_narrows_the_intervals_and_trials_that_held_do_not(
 
 
 def test_one_trial_corrects_all_predictions_if_their_intervals_are_wide() -> None:
-    assert time_scales(PAST) == TIME
-    unsure = replace(PAST, low_s=PAST.step_time_s / 2.5, high_s=PAST.step_time_s * 2.5)
+    assert time_scales(KNOWN) == TIME
+    unsure = replace(KNOWN, low_s=KNOWN.step_time_s / 2.5, high_s=KNOWN.step_time_s * 2.5)
     ratio = np.full(len(SPACE), np.log(1.9))
     expected = [
-        Ratios(observed(SEEN[:1], ratio), ALL, time_scales(predicted)).posterior(ALL.take(SEEN[1:])).mean
-        for predicted in (PAST, unsure)
+        Ratios(observed(ROWS[:1], ratio), ALL, time_scales(predicted)).posterior(ALL.take(ROWS[1:])).mean
+        for predicted in (KNOWN, unsure)
     ]
     assert np.median(np.exp(ratio[1:] - expected[1])) < 1.15 < np.median(np.exp(ratio[1:] - expected[0]))
     unknown = np.full(len(SPACE), np.nan)
-    assert time_scales(replace(PAST, low_s=unknown, high_s=unknown)) == TIME
+    assert time_scales(replace(KNOWN, low_s=unknown, high_s=unknown)) == TIME
 
 
 @pytest.mark.parametrize("factor", [1 / 9, 9.0, 26.0])
 def test_a_large_factor_that_all_trials_share_is_that_of_the_run(factor: float) -> None:
     ratio = np.full(len(SPACE), np.log(factor))
-    untried = ALL.take(np.setdiff1d(SEEN, TRIED_ROWS))
+    untried = ALL.take(np.setdiff1d(ROWS, TRIED_ROWS))
     one, two = (Ratios(observed(TRIED_ROWS[:count], ratio), ALL, TIME).posterior(untried).mean for count in (1, 2))
     assert np.median(np.abs(one - ratio[0])) < np.log(1.5)
     assert np.median(np.abs(two - ratio[0])) < np.log(1.25)

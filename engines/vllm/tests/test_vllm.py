@@ -46,6 +46,7 @@ from flagcore.domain.space import Candidate
 from flagcore.errors import SpecError
 from flagcore.spec.models import model_from
 from tests.checks import refuses
+from tests.launchers.processes import program
 from tests.product.tasks import DENSE
 from tests.product.tasks import platform as small_platform
 
@@ -261,10 +262,7 @@ def install(tmp_path: Path) -> Path:
     (packages / "vllm/entrypoints/openai/cli_args.py").write_text("class FrontendArgs:\n    chat_template: str = ''\n")
     python = tmp_path / "bin/python3"
     python.symlink_to("/bin/true")
-    program = tmp_path / "bin/vllm"
-    program.write_text(f"#!{python}\n")
-    program.chmod(0o755)
-    return program
+    return program(tmp_path / "bin/vllm", "", str(python))
 
 
 def distribution(program: Path, name: str, version: str) -> None:

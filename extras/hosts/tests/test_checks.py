@@ -26,7 +26,7 @@ from flagcore_hosts.connection import agent_command
 from flagcore_hosts.launcher import SSH, HostsLauncher
 from flagcore_hosts.report import busy
 
-from extras.hosts.tests.cluster.bed import missing
+from extras.hosts.tests.cluster.bed import need
 from flagcore import __version__, api
 from flagcore.api.commands.doctor import host_check
 from flagcore.contracts import Network, Telemetry, device_use
@@ -105,8 +105,7 @@ def test_hosts_that_fail_or_are_one_machine_under_two_names_are_refused() -> Non
     for _attempt in range(2):
         with pytest.raises(NoDevice, match=r"^b: .* a$"), use(launcher, "a", "b"):
             pass
-    if reason := missing():
-        pytest.skip(reason)
+    need()
     reports = inspect_hosts(launcher, ("a", "c"), host_check((), None))
     assert [report.problem for report in reports] == ["", ""]
     assert len({report.machine for report in reports}) == 2
@@ -249,8 +248,7 @@ def test_hosts_must_be_able_to_connect_to_the_first_one() -> None:
         assert port_problems(launcher, hosts, {"MASTER_PORT": used}).keys() == {hosts[0]}
     assert port_problems(launcher, hosts, {"MASTER_PORT": used}) == {}
     assert port_problems(launcher, hosts, {"MASTER_PORT": "many"}).keys() == {hosts[0]}
-    if reason := missing():
-        pytest.skip(reason)
+    need()
     cut_off = hosts[2:]
     with pytest.raises(NoDevice, match=f"{hosts[2]}: .*{hosts[0]}"), use(launcher, *hosts, variables={}):
         pass

@@ -24,7 +24,7 @@ from flagcore_hosts.connection import agent_command
 from flagcore_hosts.launcher import HostsLauncher, ssh_channel
 from flagcore_hosts.launching import HostsRunning
 
-from extras.hosts.tests.cluster.bed import HOST, missing
+from extras.hosts.tests.cluster.bed import HOST, need
 from flagcore import plugins
 from flagcore.api.commands.run import run_best
 from flagcore.domain.launch import Exit, Launch
@@ -109,8 +109,7 @@ def test_each_host_runs_the_program_with_its_own_rank(tmp_path: Path, mark: str)
 
 
 def test_variables_of_network_devices_differ_by_host(tmp_path: Path, mark: str) -> None:
-    if reason := missing():
-        pytest.skip(reason)
+    need()
     devices = {
         "10.9.0.1": ("ib7", "mlx5_10:ACTIVE mlx5_2:ACTIVE mlx5_3:DOWN"),
         "10.9.0.2": ("bond0", "bnxt_re0:ACTIVE"),

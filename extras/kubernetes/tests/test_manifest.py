@@ -23,7 +23,7 @@ from flagcore_kubernetes.job import KINDS
 from flagcore_kubernetes.join import TOKEN, proof
 from flagcore_kubernetes.launcher import HOSTS, HUB, LAUNCHER, PORT_VARIABLE
 
-from extras.hosts.tests.cluster.bed import HOST, missing
+from extras.hosts.tests.cluster.bed import HOST, need
 from flagcore.api.commands.doctor import host_check
 from flagcore.contracts import device_use
 from flagcore.contracts.exchange import DEVICES_OF_HOST, shell_quoted
@@ -229,8 +229,7 @@ def test_the_best_of_a_run_is_exported_instead(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_scripts_find_the_network_devices_of_their_host() -> None:
-    if reason := missing():
-        pytest.skip(reason)
+    need()
     devices = ("ib7", "10.9.0.1", "mlx5_10:ACTIVE mlx5_3:DOWN")
     other = "ip link add eth0 type veth peer name far; ip addr add 10.8.0.1/24 dev eth0; ip link set eth0 up"
     shown = shell_quoted("={interface} {address} {adapters}", DEVICES_OF_HOST)

@@ -1,6 +1,7 @@
 """When the page is written, from what, and what happens where that is not there. What every page has, whatever the run:
 stages of a mixed cluster, the geometry of charts, and texts of others."""
 
+import os
 import re
 import shutil
 from base64 import b64encode
@@ -426,8 +427,6 @@ def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
 
 
 def test_a_log_that_is_not_a_text_file_does_not_fail_the_trial(tmp_path: Path) -> None:
-    import os
-
     assert tail(tmp_path / "none", tmp_path) == ""
     os.mkfifo(tmp_path / "pipe")
     assert tail(tmp_path / "pipe", tmp_path).endswith("pipe cannot be read (it is not a regular file)")

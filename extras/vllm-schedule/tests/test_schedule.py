@@ -24,6 +24,7 @@ from flagcore.contracts import Problem
 from flagcore.domain.space import Candidate, Legality
 from flagcore.errors import SpecError, UsageError
 from flagcore.tuner.stages.prune import prune
+from tests.launchers.processes import program
 from tests.product import serving_inputs
 from tests.product.tasks import platform
 
@@ -38,10 +39,7 @@ VALUES = {"tensor_model_parallel_size": 1}
 @pytest.fixture
 def command(tmp_path: Path) -> str:
     """A program of this Python, as `serve.command`."""
-    program = tmp_path / "vllm"
-    program.write_text(f"#!{sys.executable}\n")
-    program.chmod(0o755)
-    return str(program)
+    return str(program(tmp_path / "vllm", "", sys.executable))
 
 
 @pytest.fixture

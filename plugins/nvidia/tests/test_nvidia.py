@@ -345,8 +345,3 @@ def kernels_seconds(costs: KernelCosts, kind: str, precision: str) -> np.ndarray
     if kind == "memory":
         return costs.memory_seconds(np.array([1e4, 1e6, 1e8, 1e10]))
     return getattr(costs, f"{kind}_seconds")(*(GRID if kind == "gemm" else (CORES,)), precision)
-
-
-def test_a_chip_without_tables_or_curves_uses_the_core_model() -> None:
-    assert plugin.flagcore_kernel_costs(Chip(name="unheard of", vendor="nvidia"), "megatron") is None
-    assert plugin.flagcore_kernel_costs(Chip(name="H200", vendor="somebody else"), "megatron") is None

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,11 @@ import pytest
 import yaml
 
 from engines.megatron.tests.trial import trial_jobs
-from engines.megatron.tests.trial.trial_jobs import DENSE, EXPERTS, make_job
+from engines.megatron.tests.trial.trial_jobs import DENSE, EXPERTS, NEEDS_MEGATRON, make_job
 from tests.product import tasks
 from tests.product.accelerator.machine import MEMORY_BYTES, Machine
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
-    pytest.mark.long,
-    pytest.mark.slow,
-    pytest.mark.together("training"),
-]
+pytestmark = [NEEDS_MEGATRON, pytest.mark.long, pytest.mark.slow, pytest.mark.together("training")]
 
 MODEL = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 4000}
 TRAIN = {"engine": "megatron", "seq_length": 128, "global_batch_size": 16, "precision": "fp32"}

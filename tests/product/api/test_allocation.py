@@ -8,6 +8,7 @@ import pytest
 from flagcore.api.inputs import LoadedSpec, read_spec
 from flagcore.domain.spec import Spec
 from tests.checks import refuses
+from tests.launchers.processes import program
 from tests.product.tasks import SHAPE
 
 TRAIN = {"engine": "megatron", "seq_length": 32, "global_batch_size": 8, "precision": "fp32"}
@@ -16,9 +17,7 @@ TRAIN = {"engine": "megatron", "seq_length": 32, "global_batch_size": 8, "precis
 @pytest.fixture(autouse=True)
 def _allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes, as Slurm describes them; its `scontrol` is not needed."""
-    program = tmp_path / "scontrol"
-    program.write_text("#!/bin/sh\necho n1\necho n2\n")
-    program.chmod(0o755)
+    program(tmp_path / "scontrol", "echo n1\necho n2")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     for name, value in (("ID", "7"), ("NUM_NODES", "2"), ("NODELIST", "n[1-2]")):
         monkeypatch.setenv(f"SLURM_JOB_{name}", value)

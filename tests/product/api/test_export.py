@@ -27,6 +27,7 @@ from flagcore import api
 from flagcore.api.commands import export as targets
 from flagcore.errors import UsageError
 from flagcore.launchers import network
+from tests.launchers.processes import program
 from tests.product.doc_pages import ROOT
 from tests.product.tasks import SHAPE
 
@@ -76,12 +77,9 @@ def only(files: dict[str, str]) -> str:
     return text
 
 
-def started(script: str, folder: Path, program: str, **variables: str) -> list[str]:
+def started(script: str, folder: Path, name: str, **variables: str) -> list[str]:
     """Return the arguments with which a script starts a program; the program prints them."""
-    (folder / "bin").mkdir(exist_ok=True)
-    recorder = folder / "bin" / program
-    recorder.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {folder}/argv\n')
-    recorder.chmod(0o755)
+    program(folder / "bin" / name, f'printf "%s\\n" "$@" > {folder}/argv')
     file = folder / "script"
     file.write_text(script)
     environment = {"PATH": f"{folder}/bin:/usr/bin:/bin", **variables}
@@ -107,10 +105,8 @@ def test_slurm_starts_one_task_per_node_with_its_rank(plan: Path, tmp_path: Path
     script = only(exported(plan, "slurm"))
     options = {line[10:] for line in script.splitlines() if line.startswith("#SBATCH")}
     assert options == {"job-name=job", "nodes=128", "ntasks-per-node=1", "gpus-per-node=8", "exclusive", "mem=0"}
-    (tmp_path / "bin").mkdir()
-    for name, text in (("scontrol", "echo node-a; echo node-b"), ("srun", 'shift 2; SLURM_NODEID=7 exec "$@"')):
-        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
+    program(tmp_path / "bin" / "scontrol", "echo node-a; echo node-b")
+    program(tmp_path / "bin" / "srun", 'shift 2; SLURM_NODEID=7 exec "$@"')
     words = started(script, tmp_path, "torchrun", SLURM_JOB_NODELIST="node-[a-b]")
     assert {"--node-rank=7", "--master-addr=node-a", "--nnodes=128"} <= set(words)
 
@@ -120,10 +116,8 @@ def test_a_job_starts_again_as_often_as_its_export_says(tmp_path: Path) -> None:
     script, log = only(exported(written(tmp_path, SMALL_TRAINING), "slurm", options=again)), tmp_path / "log"
     assert "#SBATCH --requeue" in script
     assert "# a restart begins at step 0" in script
-    (tmp_path / "bin").mkdir()
-    for program, text in (("srun", f"echo >> {log}; exit 7"), ("scontrol", "echo node")):
-        (tmp_path / "bin" / program).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / "bin" / program).chmod(0o755)
+    program(tmp_path / "bin" / "srun", f"echo >> {log}; exit 7")
+    program(tmp_path / "bin" / "scontrol", "echo node")
     variables = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node"}
     assert subprocess.run(["bash", "-c", script], env=variables, check=False).returncode == 7
     assert len(log.read_text()) == 3
@@ -148,11 +142,9 @@ def test_a_plan_on_two_chips_is_a_heterogeneous_job_of_slurm(tmp_path: Path) -> 
     options = [line for line in script.splitlines() if line.startswith("#SBATCH")]
     assert options[2] == "#SBATCH hetjob"
     assert all("--nodes=2 --ntasks-per-node=1 --gpus-per-node=8" in options[each] for each in (1, 3))
-    (tmp_path / "bin").mkdir()
     last = 'while [ "$1" != : ]; do shift; done; shift 2; SLURMD_NODENAME=d exec "$@"'  # a task of the second component
-    for name, text in (("scontrol", 'echo "$3" | tr , "\\n"'), ("srun", last)):
-        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
+    program(tmp_path / "bin" / "scontrol", 'echo "$3" | tr , "\\n"')
+    program(tmp_path / "bin" / "srun", last)
     nodes = {"SLURM_JOB_NODELIST_HET_GROUP_0": "a,b", "SLURM_JOB_NODELIST_HET_GROUP_1": "c,d"}
     words = started(script, tmp_path, "torchrun", **nodes)
     assert {"--node-rank=3", "--master-addr=a", "--nnodes=4"} <= set(words)
@@ -295,10 +287,8 @@ def test_the_hosts_of_a_server_know_their_own_address(tmp_path: Path) -> None:
     cluster, candidate = {"chip": "H100-SXM", "nodes": 2, "devices_per_node": 2}, "tp=2, pp=2"
     spec = server(tmp_path, cluster=cluster, auto_tuner={"space": space})
     script = only(exported(spec, "slurm", candidate))
-    recorder = 'case "$*" in *--headless) echo "$VLLM_HOST_IP $MASTER_ADDR" > address;; esac\n'
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "vllm").write_text(f"#!/bin/sh\n{recorder}")
-    (tmp_path / "bin" / "vllm").chmod(0o755)
+    recorder = 'case "$*" in *--headless) echo "$VLLM_HOST_IP $MASTER_ADDR" > address;; esac'
+    program(tmp_path / "bin" / "vllm", recorder)
     path = f"{tmp_path}/bin:{os.environ['PATH']}"
     environment = {"PATH": path, "HOSTS": "127.0.0.1\n127.0.0.2", "NODE_RANK": "1"}
     subprocess.run(["bash", "-c", script], env=environment, cwd=tmp_path, timeout=60)  # it ends with the server
@@ -460,9 +450,7 @@ def test_an_exported_llama_server_really_answers(tmp_path: Path) -> None:
     data = yaml.safe_load((ROOT / "examples" / "serve-cpu.yaml").read_text())
     data["serve"]["weights"] = str(weights)
     exported(written(tmp_path, data), "llamacpp", "instances=1, parallel=4")
-    program = tmp_path / "llama-server"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m flagcore_llamacpp.server "$@"\n')
-    program.chmod(0o755)
+    program(tmp_path / "llama-server", f'exec {sys.executable} -m flagcore_llamacpp.server "$@"')
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     process = subprocess.Popen([tmp_path / "out-llamacpp" / "job.sh"], env=environment, start_new_session=True)
     url = "http://127.0.0.1:8000"

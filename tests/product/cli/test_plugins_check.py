@@ -16,6 +16,7 @@ import yaml
 from flagcore import api
 from tests.checks import given
 from tests.cli.test_tune import imported
+from tests.launchers.processes import program
 from tests.plugins.conftest import Install
 from tests.plugins.conftest import install as install
 from tests.product.cli.conftest import Answer, Flag, Project, Ran
@@ -320,10 +321,7 @@ def test_a_plan_for_a_model_on_a_machine_without_accelerators_needs_a_chip(flag:
 def test_a_failing_vendor_tool_is_reported_and_the_cpu_is_not_used_instead(
     flag: Flag, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool = tmp_path / "bin" / "nvidia-smi"
-    tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\necho driver mismatch\nexit 18\n")
-    tool.chmod(0o755)
+    tool = program(tmp_path / "bin" / "nvidia-smi", "echo driver mismatch\nexit 18")
     monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
     output = [part["fix"] for part in json.loads(flag("doctor", "--json").out) if not part["ok"]]
     assert any("nvidia-smi failed with exit status 18: driver mismatch" in line for line in output)

@@ -7,18 +7,17 @@ import json
 import signal
 import subprocess
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from engines.megatron.tests.trial.trial_jobs import NEEDS_MEGATRON
 from tests.checks import books_balance
 from tests.product.cli.conftest import Answer, Flag, Project
 
 pytestmark = [pytest.mark.slow, pytest.mark.together("training")]
-needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
 
 WORLD: dict[str, Any] = {
     "cluster": {"chip": "cpu", "nodes": 1, "devices_per_node": 32, "memory_per_device": "2GiB"},
@@ -29,7 +28,7 @@ TWO_STAGES = "tensor_model_parallel_size=2,pipeline_model_parallel_size=2,data_p
 KNOBS = "tensor_model_parallel_size=2,pipeline_model_parallel_size=4,data_parallel_size=4"
 
 
-@needs_megatron
+@NEEDS_MEGATRON
 @pytest.mark.costly
 def test_ranks_of_a_world_of_32_are_measured_on_one_core(flag: Flag, project: Project) -> None:
     folder = project.folder / "kept"
@@ -57,7 +56,7 @@ def test_ranks_of_a_world_of_32_are_measured_on_one_core(flag: Flag, project: Pr
     assert project.all_gone()
 
 
-@needs_megatron
+@NEEDS_MEGATRON
 @pytest.mark.long
 def test_the_table_has_a_line_per_rank_and_marks_scaled_figures(flag: Flag, project: Project) -> None:
     completed = flag("probe", project.spec(**WORLD), "--candidate", KNOBS, "--rank", "31").worked()
@@ -68,7 +67,7 @@ def test_the_table_has_a_line_per_rank_and_marks_scaled_figures(flag: Flag, proj
     assert "with probe: DP 4, TP 2, PP 4" in completed.err
 
 
-@needs_megatron
+@NEEDS_MEGATRON
 @pytest.mark.costly
 def test_memory_that_runs_out_is_a_result(flag: Flag, project: Project) -> None:
     small_spec = {**WORLD, "cluster": {"chip": "cpu", "nodes": 8, "devices_per_node": 1, "memory_per_device": "192MiB"}}
@@ -81,7 +80,7 @@ def test_memory_that_runs_out_is_a_result(flag: Flag, project: Project) -> None:
 
 
 @pytest.mark.costly
-@needs_megatron
+@NEEDS_MEGATRON
 def test_interrupt_ends_a_probe_and_its_processes(project: Project) -> None:
     slow_spec = {**WORLD, "auto_tuner": {"control": {"train_iters": 10_000, "max_time_per_task": 600}}}
     process = project.start("probe", project.spec(**slow_spec), "--candidate", KNOBS, "--folder", str(project.folder))
@@ -196,7 +195,7 @@ def test_a_custom_command_cannot_be_probed(flag: Flag, project: Project, control
     assert completed.err.count("\n") == 1
 
 
-@needs_megatron
+@NEEDS_MEGATRON
 @pytest.mark.costly
 def test_two_nodes_are_tuned_by_probes_on_one_core(
     flag: Flag, project: Project, monkeypatch: pytest.MonkeyPatch

@@ -370,8 +370,6 @@ def test_a_trial_gets_the_flag_and_the_variable_of_a_plugins_knobs(install: Inst
 
 def with_predictions(install: Install, space: dict[str, Any]) -> Problem:
     """Pose the spec with the plugin installed."""
-    from flagcore.plugins import load_plugins
-
     install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": PLUGIN})
     loaded = load_plugins()
     data = json.loads(json.dumps(SPEC))

@@ -1,6 +1,5 @@
 """What is reported of each vendor's devices: the chip of a name, processes, UUIDs and links."""
 
-import importlib
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import NodeGroup
 from flagcore.physics.collective_costs import topology_of
 from flagcore.plugins import LoadedPlugins
+from tests.product.tasks import VENDORS
 from tests.product.vendors.test_simulated_nodes import CAMBRICON, ILUVATAR, METAX
 
 PROCESSES = """\
@@ -54,16 +54,11 @@ HT_MESH = "\n".join(
     + [f"GPU{a} " + " ".join("X" if a == b else "HT" for b in range(8)) for a in range(8)]
 )
 
-VENDORS = (
-    *("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin", "enflame"),
-    *("thead", "cpu"),
-)
-
 
 @pytest.fixture(autouse=True)
 def clear_caches() -> None:
     """Forget the answers of earlier tests' tools, which plugins keep for a while."""
-    for vendor in VENDORS[:-1]:
+    for vendor in VENDORS:
         import_module(f"flagcore_{vendor}.hooks").plugin.__dict__.pop("_readings", None)
 
 
@@ -170,7 +165,7 @@ def test_bridge_groups_of_mlus_are_those_that_cnmon_shows() -> None:
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedPlugins:
-    return LoadedPlugins.of({name: importlib.import_module(f"flagcore_{name}.hooks").plugin for name in VENDORS})
+    return LoadedPlugins.of({name: import_module(f"flagcore_{name}.hooks").plugin for name in (*VENDORS, "cpu")})
 
 
 # fmt: off

@@ -29,13 +29,10 @@ from flagcore.domain.engine import RefusedValues
 from flagcore.domain.spec import Task
 from flagcore.plugins import LoadedPlugins, with_overlay
 from flagcore.tuner.stages.complete import unmodelled
+from tests.product.tasks import VENDORS
 from tests.product.vendors.test_simulated_nodes import CAMBRICON, METAX
 from tests.product.vendors.test_visible_devices import VENDORS_WITH_TOOLS
 
-VENDORS = (
-    *("nvidia", "amd", "metax", "iluvatar", "cambricon", "ascend", "mthreads", "hygon", "kunlunxin", "enflame"),
-    "thead",
-)
 PLUGINS = LoadedPlugins.of({name: importlib.import_module(f"flagcore_{name}.hooks").plugin for name in VENDORS})
 CHIPS = PLUGINS.chips()
 BY_NAME = {chip.name: chip for chip in CHIPS}

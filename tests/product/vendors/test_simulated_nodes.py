@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,12 @@ import pytest
 import yaml
 from flagcore_testing import fakes
 
+from engines.megatron.tests.trial.trial_jobs import NEEDS_MEGATRON
+from tests.launchers.processes import program
 from tests.product.cli.conftest import Flag, flag  # noqa: F401 (fixture)
 from tests.product.tasks import PLAIN_SPACE, SHAPE
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
-    pytest.mark.slow,
-    pytest.mark.together("training"),
-]
+pytestmark = [NEEDS_MEGATRON, pytest.mark.slow, pytest.mark.together("training")]
 
 ADD_ON = """
 from dataclasses import replace
@@ -106,11 +103,8 @@ def node(folder: Path, tools: dict[str, str]) -> dict[str, str]:
         (folder / what.replace(" ", "-")).write_text(text)
         name = what.split()[0]
         topo = folder / f"{name}-topo"
-        script = (
-            f'#!/bin/sh\n[ "$1" = topo ] && {{ [ -e {topo} ] && exec cat {topo}; exit 1; }}\nexec cat {folder}/{name}\n'
-        )
-        (programs / name).write_text(script)
-        (programs / name).chmod(0o755)
+        script = f'[ "$1" = topo ] && {{ [ -e {topo} ] && exec cat {topo}; exit 1; }}\nexec cat {folder}/{name}'
+        program(programs / name, script)
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("GEMS_", "CUDA_", "MACA_", "MLU_"))
     }

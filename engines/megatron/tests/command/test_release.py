@@ -9,7 +9,6 @@ import sys
 import time
 from dataclasses import replace
 from importlib.metadata import version
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,12 @@ from flagcore_megatron.space.flags import flags
 from flagcore_megatron.space.knobs import BY_NAME, KNOBS
 
 from engines.megatron.tests.command.real import ARCHITECTURE, MEGATRON, needs_megatron_lm, spec_of
+from engines.megatron.tests.trial.trial_jobs import NEEDS_MEGATRON
 from flagcore import api
 from flagcore.domain.knob import in_versions
 from flagcore.domain.spec import SettingValue
 from flagcore.errors import SpecErrors
+from tests.launchers.processes import program
 from tests.product import tasks
 
 INFO = """\
@@ -74,15 +75,13 @@ def test_a_program_elsewhere_has_the_release_of_pythonpath(tmp_path: Path, monke
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
+@NEEDS_MEGATRON
 def test_without_a_tree_the_installed_package_counts(tmp_path: Path) -> None:
     assert find_release(str(tmp_path), "train.py", None, "") == version("megatron-core")
 
 
 def test_another_interpreter_is_queried_and_an_unusable_one_gives_no_release(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    python = program(tmp_path / "python", f'exec {sys.executable} "$@"')
     package = tmp_path / "packages" / "megatron_core-0.13.1.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.13.1\n")
@@ -249,7 +248,6 @@ def content(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @needs_megatron_lm
 def test_eight_candidates_are_measured_and_the_counts_add_up(tuned: tuple[api.Outcome, Any, Any]) -> None:
@@ -267,7 +265,6 @@ def test_eight_candidates_are_measured_and_the_counts_add_up(tuned: tuple[api.Ou
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @needs_megatron_lm
 def test_nothing_is_written_outside_the_runs_folder(
@@ -278,7 +275,6 @@ def test_nothing_is_written_outside_the_runs_folder(
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @needs_megatron_lm
 def test_best_trains_with_all_arguments_of_the_user(tuned: tuple[api.Outcome, Any, Any], job: Path) -> None:
@@ -342,7 +338,6 @@ MEASURED = {
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @needs_megatron_lm
 @pytest.mark.parametrize("name", MEASURED)

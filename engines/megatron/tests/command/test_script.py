@@ -12,6 +12,7 @@ from flagcore_megatron.program.user_command import user_command
 from engines.megatron.tests.command.scripts import LAUNCH, MODEL, read, spec_of
 from flagcore.errors import SpecError
 from tests.checks import given, refuses
+from tests.launchers.processes import program
 
 EXPECTED = tuple(MODEL.split())
 FORMS = {
@@ -47,9 +48,7 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_launch_is_found_however_a_script_writes_it(name: str, tmp_path: Path) -> None:
     (tmp_path / "settings.sh").write_text("export GPUS=4\n")
-    child = tmp_path / "child.sh"
-    child.write_text('#!/usr/bin/env bash\ntorchrun --nproc_per_node 4 pretrain_gpt.py "$@"\n')
-    child.chmod(0o755)
+    program(tmp_path / "child.sh", 'torchrun --nproc_per_node 4 pretrain_gpt.py "$@"', "/usr/bin/env bash")
     before = sorted(tmp_path.iterdir())
     found = read(FORMS[name], tmp_path)
     assert found.arguments == EXPECTED
@@ -159,9 +158,7 @@ def test_script_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_shell_script_that_is_the_program_is_read(tmp_path: Path) -> None:
-    script_file = tmp_path / "go"
-    script_file.write_text(f"#!/bin/sh\n{LAUNCH}\n")
-    script_file.chmod(0o755)
+    program(tmp_path / "go", LAUNCH)
     (tmp_path / "pretrain_gpt.py").touch()
     found = given(user_command(spec_of(("./go",), tmp_path)))
     assert found.arguments == EXPECTED
@@ -194,8 +191,7 @@ def test_python_that_computes_a_value_runs(tmp_path: Path) -> None:
     ],
 )
 def test_a_script_of_another_machine_runs_no_program(command: str, tmp_path: Path) -> None:
-    (tmp_path / "date").write_text("#!/usr/bin/python3\nopen('written', 'w')\n")
-    (tmp_path / "date").chmod(0o755)
+    program(tmp_path / "date", "open('written', 'w')", "/usr/bin/python3")
     (tmp_path / "run.sh").write_text(f"N=$({command})\ntouch $N\n")
     records, _ = shell.trace_script(("bash", "run.sh"), str(tmp_path), {}, elsewhere=1)
     assert any(record.words[0] == "touch" for record in records)
@@ -210,8 +206,7 @@ module load cuda
 
 def test_modules_and_environments_are_loaded(tmp_path: Path) -> None:
     for name in ("lmod", "conda"):
-        (tmp_path / name).write_text('#!/bin/sh\necho "export LOADED=$LOADED:$3"\n')
-        (tmp_path / name).chmod(0o755)
+        program(tmp_path / name, 'echo "export LOADED=$LOADED:$3"')
     conda = 'conda() { eval "$("$CONDA_EXE" shell.posix "$@")"; }\nconda activate train\n'
     tools = {"LMOD_CMD": str(tmp_path / "lmod"), "CONDA_EXE": str(tmp_path / "conda")}
     found = read(f"{MODULES}{conda}{LAUNCH}", tmp_path, **tools)

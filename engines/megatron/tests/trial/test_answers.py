@@ -1,6 +1,5 @@
 """Trials whose program computes something else have other answers, and trials in another layout have the same."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +8,11 @@ from flagcore_training.reading import compared, program_record
 
 from engines.megatron.tests.trial import trial_jobs
 from engines.megatron.tests.trial.test_trial_parity import DENSE_LAYOUTS, DP2, EP2, EXPERT_LAYOUTS, TP2
-from engines.megatron.tests.trial.trial_jobs import DENSE, EXPERTS
+from engines.megatron.tests.trial.trial_jobs import DENSE, EXPERTS, NEEDS_MEGATRON
 from flagcore.domain.trial import Answers
 from tests import tasks
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
-    pytest.mark.slow,
-    pytest.mark.costly,
-    pytest.mark.together("training"),
-]
+pytestmark = [NEEDS_MEGATRON, pytest.mark.slow, pytest.mark.costly, pytest.mark.together("training")]
 
 PLANTED = Path(__file__).parent / "planted"
 MODELS: dict[str, dict[str, Any]] = {"dense": DENSE, "experts": EXPERTS}

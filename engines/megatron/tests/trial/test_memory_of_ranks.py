@@ -5,7 +5,6 @@ On an accelerator it is exact but for routing, which is never quite even.
 """
 
 import dataclasses
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from engines.megatron.tests.trial.trial_jobs import (
     LETTERS,
     LOSS,
     MICRO,
+    NEEDS_MEGATRON,
     PP,
     SHARDED,
     SP,
@@ -36,8 +36,6 @@ from engines.megatron.tests.trial.trial_jobs import (
 from engines.training.tests.simulation import rank_memory, stage_of_rank
 
 pytestmark = [pytest.mark.slow, pytest.mark.together("training")]
-
-needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
 
 HEADS = {"num_attention_heads": 32, "num_query_groups": 8, "kv_channels": 128}
 DENSE: dict[str, Any] = {**HEADS, "num_layers": 4, "hidden_size": 4096, "ffn_hidden_size": 14336, "vocab_size": 32768}
@@ -193,7 +191,7 @@ def allocated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return dict(zip(jobs, run_ranks(tmp_path_factory.mktemp("ranks"), list(jobs.values())), strict=True))
 
 
-@needs_megatron
+@NEEDS_MEGATRON
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in REPEATS)) for name in CASES])
 def test_memory_of_a_rank_matches_megatron(allocated: dict[str, dict[str, int]], name: str) -> None:
     model, rank, knobs = CASES[name]
@@ -205,7 +203,7 @@ def test_memory_of_a_rank_matches_megatron(allocated: dict[str, dict[str, int]],
     assert found.peak[0] == pytest.approx(peak(counted), rel=LOOSE.get(name, 1e-3))
 
 
-@needs_megatron
+@NEEDS_MEGATRON
 def test_parameters_of_a_rank_are_those_that_megatron_builds(allocated: dict[str, Any]) -> None:
     expected = {name: parameters(*of_physics(model, knobs), rank) for name, (model, rank, knobs) in BUILT.items()}
     assert {name: allocated[name] for name in BUILT} == expected
@@ -216,7 +214,7 @@ def parameters(train: Training, split: Layout, rank: int) -> float:
     return float(sum(part.sum() for part in split_parameters(parts)))
 
 
-@needs_megatron
+@NEEDS_MEGATRON
 def test_memory_of_a_dispatcher_that_gathers_matches_megatron(allocated: dict[str, dict[str, int]]) -> None:
     for name, (model, knobs) in GATHERED.items():
         train, split = of_physics(model, knobs, steps=steps(knobs))
@@ -227,7 +225,7 @@ def test_memory_of_a_dispatcher_that_gathers_matches_megatron(allocated: dict[st
         assert found.peak[0] == pytest.approx(peak(counted), rel=1e-3)
 
 
-@needs_megatron
+@NEEDS_MEGATRON
 def test_memory_of_other_widths_matches_megatron(allocated: dict[str, dict[str, int]]) -> None:
     found = {
         "plain activation": rank_memory(*of_physics(DENSE, TP2, steps=2, fused_activation=False), 0),

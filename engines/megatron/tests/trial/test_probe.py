@@ -2,7 +2,6 @@
 
 import json
 import statistics
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,9 @@ import pytest
 from flagcore_megatron.trial.job import parse_job
 
 from engines.megatron.tests.trial import trial_jobs
-from engines.megatron.tests.trial.trial_jobs import DENSE, EXPERTS
+from engines.megatron.tests.trial.trial_jobs import DENSE, EXPERTS, NEEDS_MEGATRON
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.together("training"),
-]
+pytestmark = [NEEDS_MEGATRON, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.together("training")]
 
 HEADS = {"num_attention_heads": 8, "num_query_groups": 4, "kv_channels": 64}
 SHAPE = {"hidden_size": 512, "ffn_hidden_size": 1408, "vocab_size": 4096, **HEADS}

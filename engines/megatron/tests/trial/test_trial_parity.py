@@ -20,7 +20,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Collection
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,19 +28,16 @@ import pytest
 import yaml
 
 from engines.megatron.tests.trial import trial_jobs
-from engines.megatron.tests.trial.trial_jobs import DENSE, EXPERTS, LATENT
+from engines.megatron.tests.trial.trial_jobs import DENSE, EXPERTS, LATENT, NEEDS_MEGATRON
 from flagcore import api
 from tests.product.tasks import SHAPE
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
-    pytest.mark.slow,
-    pytest.mark.together("training"),
-]
+pytestmark = [NEEDS_MEGATRON, pytest.mark.slow, pytest.mark.together("training")]
 
 TIED = {**DENSE, "untie_embeddings_and_output_weights": False, "qk_layernorm": True}
 PLAIN = {**DENSE, "gated_linear_unit": False}
 PREDICTS_TWO = {**DENSE, "mtp_num_layers": 1}
+PREDICTION = "multi-token prediction"
 
 DP2, TP2, PP2, CP2 = ({f"{name}_parallel_size": 2} for name in ("data", "tensor_model", "pipeline_model", "context"))
 
@@ -164,7 +160,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]
     "latent attention, tensor": (LATENT, {}, {"tensor": TP2, "tensor, sequence": {**TP2, **SP}}, 3e-4),
     "tied embeddings": (TIED, {}, TIED_LAYOUTS, 1e-5),
     "no gate": (PLAIN, {}, PLAIN_LAYOUTS, 1e-5),
-    "multi-token prediction": (PREDICTS_TWO, {"global_batch_size": 12}, PREDICTS_TWO_LAYOUTS, 5e-5),
+    PREDICTION: (PREDICTS_TWO, {"global_batch_size": 12}, PREDICTS_TWO_LAYOUTS, 5e-5),
     "fused loss": (DENSE, {}, FUSED_LOSS_LAYOUTS, 1e-4),
     "dense in bf16": (DENSE, {"precision": "bf16"}, LOW_PRECISION_LAYOUTS, 1e-3),
     "dense in fp16": (DENSE, {"precision": "fp16"}, LOW_PRECISION_LAYOUTS, 1e-3),
@@ -308,8 +304,8 @@ MISSING = {"0.12": {"experts / shared experts recomputed", *LAYOUTS}, "0.14": se
 SINCE_0_16 = {"layout, before the loss", "layout, interleaved, before the loss"}
 """The planner forbids these layouts before 0.16, where ranks wait for each other without end."""
 DIFFERS = {
-    "0.12": {f"{PREDICTS_TWO} / pipeline", f"{PREDICTS_TWO} / tensor, sequence"},
-    "0.14": {f"{PREDICTS_TWO} / pipeline", f"{PREDICTS_TWO} / layout"},
+    "0.12": {f"{PREDICTION} / pipeline", f"{PREDICTION} / tensor, sequence"},
+    "0.14": {f"{PREDICTION} / pipeline", f"{PREDICTION} / layout"},
 }
 """Before 0.16 the norm counts a second embedding twice; 0.12 makes extra predictions inexactly from split sequences."""
 

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,12 @@ from flagcore_training.trial import program as failures
 from flagcore_training.trial.job import JobError
 
 from engines.megatron.tests.trial import trial_jobs
-from engines.megatron.tests.trial.trial_jobs import DENSE, EXPERTS
+from engines.megatron.tests.trial.trial_jobs import DENSE, EXPERTS, NEEDS_MEGATRON
 from flagcore.domain.launch import Exit, Launch
 from flagcore.launchers.local import LocalLauncher
 from tests.launchers.processes import within
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
-    pytest.mark.slow,
-    pytest.mark.together("training"),
-]
+pytestmark = [NEEDS_MEGATRON, pytest.mark.slow, pytest.mark.together("training")]
 
 PROGRAM = ["-m", "flagcore_megatron.trial"]
 COPIES = {"data_parallel_size": 2}

@@ -17,10 +17,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.splits import StageLayers
 from flagcore_training.stages import placed
@@ -29,6 +31,7 @@ from engines.training.tests.simulation import layout as one_of
 from flagcore.domain.model import Model
 from tests.checks import given
 
+NEEDS_MEGATRON = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
 SIZES = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96, "vocab_size": 512}
 HEADS = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 16}
 SWITCHES = {"gated_linear_unit": True, "untie_embeddings_and_output_weights": True}

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from flagcore.launchers import guard
 
 ROOT = Path(__file__).parents[4]
@@ -27,7 +29,7 @@ ESTABLISHED, LISTEN = "01", "0A"
 """States in /proc/net/tcp."""
 NAMESPACES = ("unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 TOOLS = ("unshare", "nsenter", "setpriv", "ip", "ssh", "ssh-keygen")
-SLURM = ("slurmctld", "slurmd", "srun", "sinfo")
+SLURM = ("slurmctld", "slurmd", "srun", "sbatch", "sinfo")
 os.environ["PATH"] += ":/usr/sbin:/sbin"
 SSHD = shutil.which("sshd") or ""
 RAY = str(Path(sys.executable).parent / "ray")
@@ -112,6 +114,12 @@ def missing(*more: str) -> str:
         return f"needs {', '.join(absent)}"
     tried = subprocess.run([*NAMESPACES, "mount", "--make-rprivate", "/"], capture_output=True, text=True)
     return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def need(*more: str) -> None:
+    """Skip the test if there can be no bed here, or one of `more` tools is missing."""
+    if reason := missing(*more):
+        pytest.skip(reason)
 
 
 class Bed:
@@ -253,6 +261,12 @@ class Bed:
         bucket = f"root tbf rate {rate} burst 64k latency 200ms"
         self._on_switch(f"tc qdisc replace dev {PORT}{name} {bucket}")
         _run(*f"nsenter -t {self._first[name]} --net tc qdisc replace dev eth0 {bucket}".split())
+
+    def need_slurm(self) -> None:
+        """Start Slurm once. Skip the test where its tools are missing."""
+        need(*SLURM)
+        if not self.slurm:
+            self.start_slurm()
 
     def start_slurm(self) -> None:
         """Start Slurm: its controller on h0, a daemon on every other host. Wait until all are idle."""

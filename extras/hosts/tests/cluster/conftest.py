@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from extras.hosts.tests.cluster.bed import Bed, missing
+from extras.hosts.tests.cluster.bed import Bed, need
 from flagcore.launchers import guard
 from tests.product.cli.conftest import FLAG, SPACE, TRAIN
 from tests.product.tasks import SHAPE
@@ -31,8 +31,7 @@ SPEC: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
-    if reason := missing():
-        pytest.skip(reason)
+    need()
     mine = Bed(tmp_path_factory.mktemp("bed"))
     yield mine
     mine.close()

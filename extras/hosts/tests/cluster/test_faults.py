@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from engines.megatron.tests.command.real import ARCHITECTURE, MEGATRON, needs_megatron_lm, spec_of
-from extras.hosts.tests.cluster.bed import NETWORK, SLURM, SSHD, Bed, missing
+from extras.hosts.tests.cluster.bed import NETWORK, SSHD, Bed
 from extras.hosts.tests.cluster.conftest import Project, Tune
 from flagcore import api
 from flagcore.launchers import guard
@@ -175,11 +175,9 @@ CANDIDATES, ITERATIONS = 3, 6
 def test_a_users_torchrun_trains_on_hosts(
     launcher: str, before: tuple[str, ...], faults: dict[str, float], project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if launcher == "slurm" and (reason := missing(*SLURM)):
-        pytest.skip(reason)
     bed = project.bed
-    if launcher == "slurm" and not bed.slurm:
-        bed.start_slurm()
+    if launcher == "slurm":
+        bed.need_slurm()
     if launcher == "ray":
         pytest.importorskip("ray")
         before = ("env", f"RAY_ADDRESS={bed.start_ray()}")

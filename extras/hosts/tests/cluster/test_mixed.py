@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from extras.hosts.tests.cluster.bed import FAST_NETWORK, ROOT, Bed, missing
+from extras.hosts.tests.cluster.bed import FAST_NETWORK, ROOT, Bed, need
 from extras.hosts.tests.cluster.conftest import Project, Tune
 from flagcore.api.runs import load_snapshot
 from tests.product import tasks
@@ -47,8 +47,7 @@ CANDIDATES = {
 
 @pytest.fixture(scope="module")
 def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
-    if reason := missing():
-        pytest.skip(reason)
+    need()
     mine = Bed(tmp_path_factory.mktemp("four"), 4)
     yield mine
     mine.close()
@@ -133,8 +132,7 @@ def test_a_tuned_split_over_fast_and_slow_hosts_is_faster_as_predicted(bed: Bed,
 
 
 def test_the_links_between_hosts_are_measured_and_used(tmp_path: Path) -> None:
-    if reason := missing("tc"):
-        pytest.skip(reason)
+    need("tc")
     (tmp_path / "bed").mkdir()
     bed = Bed(tmp_path / "bed")
     for name in bed.names:
@@ -156,8 +154,7 @@ def test_the_links_between_hosts_are_measured_and_used(tmp_path: Path) -> None:
 
 
 def test_hosts_with_two_networks_use_the_one_of_their_names(tmp_path: Path) -> None:
-    if reason := missing():
-        pytest.skip(reason)
+    need()
     (tmp_path / "bed").mkdir()
     bed = Bed(tmp_path / "bed", 2)
     bed.add_network()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from extras.hosts.tests.cluster.bed import SLURM, Bed, missing
+from extras.hosts.tests.cluster.bed import Bed
 from extras.hosts.tests.cluster.conftest import SECRET, Project, Tune
 from extras.hosts.tests.cluster.test_faults import HOSTS_LOST, all_clean
 from flagcore import api
@@ -46,11 +46,8 @@ def test_without_a_spare_the_search_continues_on_the_hosts_that_are_left(project
 @pytest.mark.long
 @pytest.mark.parametrize("loss", ["node", "tune"])
 def test_a_tune_goes_on_in_another_allocation_of_slurm(loss: str, project: Project) -> None:
-    if reason := missing(*SLURM):
-        pytest.skip(reason)
     bed = project.bed
-    if not bed.slurm:
-        bed.start_slurm()
+    bed.need_slurm()
     project.write_spec(sleeps=3.0, launcher="slurm", trials=4, spares=1, wait_for_hosts=5)
     tune = Tune(project, "salloc", "--quiet", "--nodes=3", "--exclusive")
     hosts = tune.wait_for_a_trial(1)
@@ -109,29 +106,6 @@ def shows_secret(folder: Path) -> list[Path]:
     return found
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_a_search_without_its_host_for_longer_than_it_waits_ends_with_an_error_and_is_resumed(project: Project) -> None:
-    (project.folder / "hosts.txt").write_text("h1 slots=1\nh2 slots=1\n")
-    project.write_spec(sleeps=0.5, trials=5, spares=0, wait_for_hosts=10)
-    tune = Tune(project)
-    tune.wait_for_a_trial(1)
-    project.bed.cut("h2")
-    assert tune.process.wait() == 6, tune.output()
-    assert "host h2: " in (output := tune.output())
-    assert "resume with `flag tune" in output
-    measured = project.result()["counts"]["measured"]
-    assert measured >= 1
-    assert all_clean(project.bed) == []
-    project.bed.restore("h2")
-    tune.resume()
-    result = tune.finish()
-    assert result["counts"]["measured"] == 5 > measured
-    assert all_clean(project.bed, everything=True) == []
-    assert books_balance(result)
-    check_kept_once(project.run_dir, result)
-
-
 TRAIN: dict[str, Any] = {"engine": "megatron", "seq_length": 64, "global_batch_size": 12, "precision": "fp32"}
 SERVE: dict[str, Any] = {"engine": "vllm", "profile": {"input_len": 8, "output_len": 8, "concurrency": 4}}
 MIXED = {"nodes": 1, "devices_per_node": 2, "nic_bytes_per_second": 1e10}
@@ -149,10 +123,7 @@ OWN = ["torchrun", "--nproc-per-node", "2", "train.py", "{flags}"]
     ],
 )
 def test_sbatch_accepts_an_exported_script(bed: Bed, nodes: int, work: dict[str, Any], tmp_path: Path) -> None:
-    if reason := missing("sbatch", "slurmctld"):
-        pytest.skip(reason)
-    if not bed.slurm:
-        bed.start_slurm()
+    bed.need_slurm()
     cluster = {"chip": "cpu", "nodes": nodes, "devices_per_node": 2, "memory_per_device": "8GiB"}
     space = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     spec = tmp_path / "spec.yaml"
@@ -169,10 +140,7 @@ def test_sbatch_accepts_an_exported_script(bed: Bed, nodes: int, work: dict[str,
 
 @pytest.mark.long
 def test_an_exported_server_starts_on_all_nodes_of_a_job(bed: Bed, tmp_path: Path) -> None:
-    if reason := missing("sbatch", *SLURM):
-        pytest.skip(reason)
-    if not bed.slurm:
-        bed.start_slurm()
+    bed.need_slurm()
     folder = bed.folder / tmp_path.name
     folder.mkdir()
     cluster, space = (
@@ -208,10 +176,7 @@ print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"])
 )
 def test_the_best_script_of_a_plan_starts_with_slurm(command: tuple[str, ...], bed: Bed, tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    if reason := missing(*SLURM, "sbatch"):
-        pytest.skip(reason)
-    if not bed.slurm:
-        bed.start_slurm()
+    bed.need_slurm()
     nodes = {"nodes": 2, "devices_per_node": 1, "memory_per_device": "4GiB", "nic_bytes_per_second": 1e8}
     spec = {
         "model": SHAPE,
@@ -250,10 +215,7 @@ for step in range(int(saved.read_text() if saved.exists() else 0) + 1, 21):
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_an_exported_job_goes_on_after_the_failures_of_a_process_and_a_node(bed: Bed, tmp_path: Path) -> None:
-    if reason := missing(*SLURM, "sbatch"):
-        pytest.skip(reason)
-    if not bed.slurm:
-        bed.start_slurm()
+    bed.need_slurm()
     folder = bed.folder / tmp_path.name
     folder.mkdir()
     (folder / "train.py").write_text(RESTARTED)
