@@ -39,16 +39,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests of SHARED and SLOW_CHECKS, repeat failed slow tests once, and put first what takes long, or shuffle.
+    """Mark slow tests, repeat them once if they fail, and put first what takes long, or shuffle.
 
-    A long file at the end keeps one process busy alone.
+    Slow are tests of SHARED and SLOW_CHECKS, and costly ones. A long file at the end keeps one process busy alone.
     """
     slow = Counter[Path]()
     for item in items:
         for fixture in {*SHARED} & {*getattr(item, "fixturenames", ())}:
             item.add_marker("slow")
             item.add_marker(pytest.mark.together(fixture))
-        if item.name.startswith(SLOW_CHECKS):
+        if item.name.startswith(SLOW_CHECKS) or item.get_closest_marker("costly"):
             item.add_marker("slow")
         if item.name.startswith("test_conformance["):
             item.add_marker("costly")

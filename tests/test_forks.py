@@ -52,7 +52,6 @@ def test_marked():
 
 
 @pytest.mark.costly
-@pytest.mark.slow
 def test_a_process_that_ends_and_a_dear_test_are_failures_and_the_others_run(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for name in ("test_one.py", "test_two.py"):

@@ -99,7 +99,6 @@ def test_translations_have_the_fields_of_their_messages() -> None:
 
 
 @pytest.mark.costly
-@pytest.mark.slow
 def test_help_headings_messages_and_texts_of_data_files_are_translated() -> None:
     known, found = translations(), {message.id for message in sources()} - {""}
     vendors = "RCCL lost a peer or the network; look at the other ranks' logs"

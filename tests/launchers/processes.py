@@ -41,7 +41,7 @@ def family(pid: int) -> tuple[int, int, int, bytes]:
     return found
 
 
-def program(file: Path, script: str, shell: str = "/bin/sh") -> Path:
+def program(file: Path, script: str, shell: str = "/bin/bash") -> Path:
     """Write a program that runs a script, with the folder that it is in, and return it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f"#!{shell}\n{script}\n")

@@ -193,7 +193,6 @@ def test_plugins_load_with_closed_standard_streams(install: Install, tmp_path: P
 
 
 @pytest.mark.costly
-@pytest.mark.slow
 def test_new_and_changed_plugins_are_seen_at_once_with_and_without_a_home(install: Install, tmp_path: Path) -> None:
     install("flagcore-first", {"first": "first_plugin"}, {"first_plugin": GOOD})
     unwritable = {"HOME": "/nonexistent", "XDG_CACHE_HOME": ""}

@@ -239,7 +239,6 @@ def counted(running: Server, name: str) -> float:
     return float(found[1])
 
 
-@pytest.mark.slow
 @pytest.mark.spread
 @pytest.mark.costly
 def test_a_model_becomes_a_server_in_one_step(model: str, tmp_path: Path) -> None:
@@ -297,7 +296,6 @@ def test_a_trial_of_two_instances_runs_the_requested_settings(model: str, tmp_pa
     assert all_gone(Path(model).parent)
 
 
-@pytest.mark.slow
 @pytest.mark.spread
 @pytest.mark.costly
 def test_other_slots_have_the_same_answers_and_wrong_positions_others(model: str, tmp_path: Path) -> None:
@@ -408,7 +406,6 @@ def test_cached_tokens_of_conversations_are_those_that_the_prediction_expects(ru
 
 
 @pytest.mark.costly
-@pytest.mark.slow
 @pytest.mark.spread
 def test_the_host_has_the_prompts_that_the_prediction_expects(model: str, tmp_path: Path) -> None:
     """Six conversations take turns in two slots, and the host has room for all."""

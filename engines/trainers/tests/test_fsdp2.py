@@ -239,7 +239,6 @@ SHORT = {"sequence": 128, **SINGLE}
 """Few tokens, because the values are computed."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "layout", "work"),
     [

@@ -212,14 +212,12 @@ def run(program: str) -> Any:
 
 @pytest.mark.costly
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
-@pytest.mark.slow
 def test_a_kernel_that_is_shorter_than_its_launch_is_timed_by_the_device() -> None:
     assert run(ACCELERATOR) == pytest.approx(5e-5, rel=0.3)
 
 
 @pytest.mark.costly
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
-@pytest.mark.slow
 def test_with_too_little_time_small_and_large_kernels_are_measured_first() -> None:
     found = run(PLAN)
     work = [row["m"] * row["n"] * row["k"] for row in found["rows"]]

@@ -332,7 +332,6 @@ ARGUMENTS = ("--enable-hetero", "--num-layers", "4", "--train-iters", "9")
 
 
 @REPORTED
-@pytest.mark.slow
 @pytest.mark.costly
 @pytest.mark.usefixtures("reported")
 def test_meshes_are_tuned_on_two_kinds_of_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,6 @@ def shown(data: Any) -> list[Any]:
 
 
 @pytest.mark.costly
-@pytest.mark.slow
 @pytest.mark.parametrize("name", INPUTS)
 def test_an_export_comes_back_as_the_same_spec(name: str, tmp_path: Path) -> None:
     text, targets = INPUTS[name]["input"], INPUTS[name]["targets"]

@@ -308,7 +308,6 @@ def test_trials_run_beside_each_other_in_a_pod(join: Join, tmp_path: Path) -> No
         assert [(found.code, found.ended_by) for found in map(ended, running)] == [(0, None)] * 3
 
 
-@pytest.mark.slow
 @pytest.mark.costly
 def test_the_devices_of_pods_are_read_beside_trials(join: Join, tmp_path: Path) -> None:
     join("pod-1"), join("pod-2")

@@ -37,7 +37,6 @@ def with_client(folder: Path, talk: Callable[[Client], Awaitable[Any]]) -> Any:
 
 
 @pytest.mark.costly
-@pytest.mark.slow
 def test_an_agent_plans_and_exports(tmp_path: Path) -> None:
     async def talk(client: Client) -> Any:
         calls = (

@@ -193,7 +193,6 @@ def install(site: Path) -> None:
 
 
 @pytest.mark.costly
-@pytest.mark.slow
 def test_the_planted_optimum_is_found_and_confirmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path / "site")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))

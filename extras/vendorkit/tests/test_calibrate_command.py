@@ -38,7 +38,6 @@ def step_time(answer: Answer, spec: str) -> float:
     return float(answer("estimate", spec, "--top", "1")[0]["step_time_s"]["value"])
 
 
-@pytest.mark.slow
 @pytest.mark.costly
 def test_a_calibration_is_saved_listed_used_and_deleted(
     flag: Flag, answer: Answer, home: Path, project: Project, caplog: pytest.LogCaptureFixture
@@ -82,7 +81,6 @@ def test_a_failed_measurement_is_reported_in_one_line_and_not_saved(
     assert not any(home.iterdir())
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.costly
 def test_ctrl_c_leaves_no_process_and_saves_nothing(home: Path, project: Project) -> None:

@@ -299,7 +299,6 @@ class Lists:
         return [Device(index=0, chip="Weird 9000", memory_bytes=2 << 30)]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("torch") is None, reason="measuring needs torch")
 @pytest.mark.costly
 def test_an_uncatalogued_chip_is_calibrated_and_planned_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

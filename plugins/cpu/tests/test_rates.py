@@ -157,7 +157,6 @@ def test_only_products_are_slow_in_an_emulated_precision() -> None:
     assert costs.memory_seconds(moved) == pytest.approx(moved * [5e-5 / 3e6, 3e-2 / 4e8], rel=0.2)
 
 
-@pytest.mark.slow
 @pytest.mark.costly
 def test_the_program_measures_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")

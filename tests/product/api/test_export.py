@@ -441,7 +441,6 @@ def test_an_exported_training_really_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.costly
-@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_an_exported_llama_server_really_answers(tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")

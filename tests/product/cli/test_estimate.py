@@ -171,7 +171,6 @@ def test_a_note_does_not_make_a_record_illegal_but_a_setting_does(answered: Answ
 
 
 @pytest.mark.costly
-@pytest.mark.slow
 def test_each_line_of_a_pipe_is_answered_before_the_next_is_written(project: Project) -> None:
     command = (*FLAG, "estimate", "--jobs", "-")
     with subprocess.Popen(

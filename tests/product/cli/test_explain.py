@@ -130,7 +130,6 @@ def test_if_nothing_fits_no_change_is_suggested(explained: Answer, flag: Flag, p
 
 
 @pytest.mark.costly
-@pytest.mark.slow
 def test_listed_candidates_are_named_by_all_their_knobs_or_by_some_as_the_fastest_with_them(
     explained: Answer, flag: Flag, project: Project
 ) -> None:

@@ -43,7 +43,6 @@ DRAWN = sorted(random.Random(SEED).sample(NAMES, len(NAMES) // 10))
 
 
 @pytest.mark.costly
-@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWN)
 def test_drawn_names_have_an_answer_or_one_line_on_every_engine(name: str) -> None:
     draw = random.Random(f"{SEED} {name}")

@@ -299,7 +299,6 @@ def test_a_split_that_is_given_or_that_the_release_cannot_have_is_not_derived(
 
 
 @pytest.mark.costly
-@pytest.mark.slow
 def test_a_candidate_has_the_same_split_alone_and_among_others() -> None:
     model = dataclasses.replace(EXPERTS, num_layers=13, moe_first_dense_layers=1)
     task = tasks.task(model, devices=8, space={"micro_batch_size": (1,)})

@@ -172,7 +172,6 @@ def test_the_time_of_unequal_stages_is_that_of_the_simulated_schedule(text: str)
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [MODEL, replace(EXPERTS, num_layers=60, num_moe_experts=256)], ids=["dense", "experts"]
 )

@@ -381,7 +381,6 @@ def run_on_hosts(platform: Platform, folder: Path, **values: int) -> Trial:
 
 
 @pytest.mark.costly
-@pytest.mark.slow
 def test_instances_on_two_hosts_answer_one_client(tmp_path: Path) -> None:
     done = run_on_hosts(on_hosts(tmp_path, "good"), tmp_path, instances=3, parallel=4)
     assert done.state is TrialState.MEASURED, done.reason
@@ -400,7 +399,6 @@ def test_instances_on_two_hosts_answer_one_client(tmp_path: Path) -> None:
 
 
 @pytest.mark.costly
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("behaviour", "state", "reason"),
     [
