@@ -1,6 +1,6 @@
 """A part of another distribution that cannot be loaded ends no command that does not need it, and is named."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -34,6 +34,16 @@ FAULTS = {
     "lacks the object": ("", "has no attribute 'PART'"),
     "is slow and of a wrong type": ("import time; time.sleep(0.02); PART = object()", "object"),
 }
+SOME = ("raises", "ends the process", "hangs", "is slow and of a wrong type")
+
+
+def cases(groups: Iterable[str], whole: str) -> list[Any]:
+    """Return groups with faults: `whole` with all, the others with some, as all are loaded alike; the rest is long."""
+    return [
+        pytest.param(group, fault, marks=() if group == whole or fault in SOME else pytest.mark.long)
+        for group in groups
+        for fault in FAULTS
+    ]
 
 
 def _command() -> object:
@@ -105,13 +115,9 @@ def break_parts(install: Install, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     return write
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("group", NEEDS)
+@pytest.mark.parametrize(("group", "fault"), cases(NEEDS, "flagcore.effective"))
 def test_what_needs_a_broken_part_names_it_once_with_its_distribution(
-    break_parts: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    group: str,
-    fault: str,
+    break_parts: Callable[..., None], monkeypatch: pytest.MonkeyPatch, group: str, fault: str
 ) -> None:
     break_parts(fault, group)
     if group == "flagcore.models":  # the catalogue of flagcore itself has the same name
@@ -130,12 +136,9 @@ def test_what_needs_a_broken_part_names_it_once_with_its_distribution(
     assert ("catalogue" if group == "flagcore.models" else NAME) in message
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("group", OTHERS)
+@pytest.mark.parametrize(("group", "fault"), cases(OTHERS, "flagcore.plugins"))
 def test_a_broken_part_that_nothing_needs_is_a_failure_in_the_list(
-    break_parts: Callable[..., None],
-    group: str,
-    fault: str,
+    break_parts: Callable[..., None], group: str, fault: str
 ) -> None:
     break_parts(fault, group)
     loaded = plugins.with_overlay(plugins.load_plugins(), lambda text: None)
