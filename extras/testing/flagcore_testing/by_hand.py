@@ -89,24 +89,20 @@ UNLIKE = 0.15
 
 
 def _unusual_ratios(plugin: Subject) -> Iterator[str]:
-    """Yield peaks whose ratio is no power of two, or another one than on chips whose names begin alike."""
+    """Yield the first peak of a chip that is no usual multiple of another one, and peaks whose ratio differs from that
+    of chips whose names begin alike."""
     for chip in plugin.chips:
-        yield from _odd_peaks(chip)
+        peaks = {name: fact.value for name, fact in chip.dense_flops_per_second.items()}
+        ratios = [(*pair, peaks[pair[0]] / peaks[pair[1]]) for pair in PAIRS if {*pair} <= {*peaks}]
+        odd = [each for each in ratios if each[2] > 0.2 and not is_one_of(each[2], USUAL, ROUNDED)]
+        for name, base, ratio in odd[:1]:
+            fact = shown(f"dense_flops_per_second.{name}", peaks[name])
+            yield f"{chip.name}: {fact}: {ratio:.3g} times {base}, no power of two"
         kin = [each for each in plugin.chips if each is not chip and each.name[:4] == chip.name[:4]]
         own, of_kin = _to_fp32(chip), [found for each in kin if (found := _to_fp32(each))]
         if own and of_kin and all(abs(own / each - 1) > UNLIKE for each in of_kin):
             usual = ", ".join(f"{each:.3g}" for each in of_kin[:3])
             yield f"{chip.name}: 16-bit peaks are {own:.3g} times fp32, and {usual} times on chips with similar names"
-
-
-def _odd_peaks(chip: Chip) -> Iterator[str]:
-    """Yield the first peak that is no usual multiple of another one."""
-    peaks = {name: fact.value for name, fact in chip.dense_flops_per_second.items()}
-    ratios = [(*pair, peaks[pair[0]] / peaks[pair[1]]) for pair in PAIRS if {*pair} <= {*peaks}]
-    odd = [each for each in ratios if each[2] > 0.2 and not is_one_of(each[2], USUAL, ROUNDED)]
-    for name, base, ratio in odd[:1]:
-        fact = shown(f"dense_flops_per_second.{name}", peaks[name])
-        yield f"{chip.name}: {fact}: {ratio:.3g} times {base}, no power of two"
 
 
 def _to_fp32(chip: Chip) -> float:
@@ -120,7 +116,7 @@ def _unshared_levels(plugin: Subject) -> Iterator[str]:
     for chip in plugin.chips:
         group = NodeGroup(chip=chip, nodes=1, devices_per_node=chip.devices_per_node)
         topology, host = plugin.loaded.topology(group), chip.host_bytes_per_second
-        for level in topology.levels[1:] if topology and host else ():
+        for level in topology.levels[1:] if topology else ():
             if host and level.bytes_per_second > 0.9 * host.value:
                 rate = f"{level.bytes_per_second / 1e9:g} GB/s for each device at the level {level.name}"
                 yield f"{chip.name}: {rate}, as much as to the host; the devices of a group share its link"

@@ -45,15 +45,10 @@ def process_state() -> dict[str, object]:
 
 def changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
     """Return the names of changed parts of the state, with the names of changed environment variables."""
-    changed_names = [what for what in before if before[what] != after[what]]
-    return [
-        f"{what} ({_names(before[what], after[what])})" if what == "environment" else what for what in changed_names
-    ]
-
-
-def _names(before: object, after: object) -> str:
-    first, second = (each if isinstance(each, dict) else {} for each in (before, after))
-    return ", ".join(sorted(name for name in {*first, *second} if first.get(name) != second.get(name)))
+    first, second = (each if isinstance(each, dict) else {} for each in (before["environment"], after["environment"]))
+    names = ", ".join(sorted(name for name in {*first, *second} if first.get(name) != second.get(name)))
+    changed_parts = (what for what in before if before[what] != after[what])
+    return [f"{what} ({names})" if what == "environment" else what for what in changed_parts]
 
 
 def _logging() -> object:
@@ -82,8 +77,6 @@ PARTS: Mapping[str, Callable[[], object]] = {
     "random numbers of random": random.getstate,
     "random numbers of numpy": _numpy_random,
 }
-
-
 IMPORT = "its import"
 STARTS = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec")
 """Events of Python when a program is started."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,8 +18,9 @@ from flagcore_vendorkit.detection import DeviceDetector
 from flagcore_vendorkit.engines import Maturity, Quirks, Variable, read_maturity, read_quirks, read_variables
 
 from flagcore.contracts import KernelCosts
-from flagcore.domain.chip import Chip, Link
+from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.engine import TaskAdvice
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
 from flagcore.errors import SpecError
@@ -51,13 +53,23 @@ class Problem:
     fix: str
 
 
-Case = tuple[object, str, str]
-"""A row of a table of rules: whether something is wrong, the message, and the fix."""
+Case = tuple[object, str] | tuple[object, str, str]
+"""A row of a table of rules: whether something is wrong, the message, and the fix if it is not that of the check."""
+Problems = Iterable[Problem | str | Case]
+Items = Iterable[tuple[Any, ...]]
+"""What a check looks at, one by one: each item is the beginning of the messages, and the arguments of the check."""
 
 
-def wrong(*cases: Case, where: str = "") -> Iterator[Problem]:
-    """Yield a problem for each case that is true. Its message begins with `where`."""
-    return (Problem(f"{where}{message}", fix) for is_wrong, message, fix in cases if is_wrong)
+def wrong(found: Problems, where: str = "", fix: str = "") -> Iterator[Problem]:
+    """Yield a problem for each message, and for each case that is true. Messages begin with `where`, and have this
+    `fix` if they have none of their own. Problems stay as they are."""
+    for each in found:
+        if isinstance(each, Problem):
+            yield each
+        elif isinstance(each, str):
+            yield Problem(f"{where}{each}", fix)
+        elif each[0]:
+            yield Problem(f"{where}{each[1]}", (*each, fix)[2])
 
 
 def repeated(words: Iterable[T]) -> Iterator[tuple[T, int]]:
@@ -75,8 +87,6 @@ def fix_of(reason: str) -> str:
 
 SHAPES = ((1, 1), (1, 2), (1, 8), (4, 8))
 """Numbers of nodes, and of devices per node, with which hooks are called."""
-
-
 once = lru_cache(maxsize=32)
 """Decorates a function of a plugin whose result several checks use."""
 
@@ -203,6 +213,13 @@ class Subject:
         """The content of `maturity.yaml`."""
         return self.shipped("maturity.yaml", read_maturity) or Maturity()
 
+    @cached_property
+    def words(self) -> Counter[str]:
+        """How often each word occurs in the plugin's files and its README."""
+        package, words = self.package_folder, r"[A-Za-z_]\w+"
+        texts = [path.read_text("utf-8", "replace") for path in package.rglob("*") if path.suffix in (".py", ".yaml")]
+        return Counter(word for text in [*texts, self.packaged.readme] for word in re.findall(words, text))
+
     def yaml_files(self, pattern: str) -> Iterator[tuple[str, Any]]:
         """Yield the name and the content of each YAML file of the plugin's package that matches `pattern`."""
         for path in sorted(self.package_folder.glob(pattern)):
@@ -249,12 +266,13 @@ class Subject:
         chips = self.chips
         return need(chips, "its chips cannot be read" if self.failed("flagcore_chips") else "the plugin has no chips")
 
-    def each(self, hook: str, answer: Callable[[Chip], T | None]) -> list[tuple[Chip, T]]:
-        """Return the plugin's answers for its chips. Raises Skip if there are none."""
-        answers = [(chip, found_answer) for chip in self.own_chips() if (found_answer := answer(chip)) is not None]
-        return need(answers, f"{hook} returns None for all chips: the core's default is used")
+    def each(self, hook: str, answer: Callable[[Chip], object]) -> Items:
+        """Return the plugin's answers for its chips, for checks. Raises Skip if there are none."""
+        answers = [(f"{chip.name}: ", self, chip, answer(chip)) for chip in self.own_chips()]
+        found = [each for each in answers if each[3] is not None]
+        return need(found, f"{hook} returns None for all chips: the core's default is used")
 
-    def own_costs(self) -> list[tuple[Chip, KernelCosts]]:
+    def own_costs(self) -> Items:
         """Return the plugin's own kernel times, without the core's roofline for missing times. Raises Skip if there are
         none."""
 
@@ -265,6 +283,11 @@ class Subject:
             return validation.kernel_costs(self.ask("flagcore_kernel_costs", about))
 
         return self.each("flagcore_kernel_costs", own)
+
+    @cached_property
+    def advice(self) -> list[tuple[Chip, str, TaskAdvice]]:
+        """The advice on a small task for each chip and engine. Raises Skip if there are no chips."""
+        return [(*pair, self.loaded.check_task(task_on(*pair))) for pair in self.pairs()]
 
     def pairs(self) -> list[tuple[Chip, str]]:
         """Return each chip with each engine. Raises Skip if there are no chips."""
@@ -289,7 +312,6 @@ class Subject:
 MAX_LISTED = 3
 """Maximum number of problems in the message of a check; the others are counted."""
 
-Problems = Iterator["str | Problem"]
 Check = Callable[[Subject], Iterator[Problem]]
 """A function that yields violations, or raises Skip. Its name is a sentence that is true for a valid plugin."""
 
@@ -308,36 +330,37 @@ class Result:
     places: str = ""
 
 
-def whole(plugin: Subject) -> Iterable[tuple[Any, ...]]:
+def whole(plugin: Subject) -> Items:
     """Check the plugin as a whole."""
-    return [(plugin,)]
+    return [("", plugin)]
 
 
-def chips(plugin: Subject) -> Iterable[tuple[Chip]]:
+def chips(plugin: Subject) -> Items:
     """Check each chip of the plugin. Raises Skip if there are no chips."""
-    return [(chip,) for chip in plugin.own_chips()]
+    return [(f"{chip.name}: ", chip) for chip in plugin.own_chips()]
 
 
-def linked(plugin: Subject) -> Iterable[tuple[Chip, Link]]:
+def linked(plugin: Subject) -> Items:
     """Check the link of each chip that has one. Raises Skip if there are no chips."""
-    return [(chip, chip.link) for chip in plugin.own_chips() if chip.link]
+    return [(f"{chip.name}: ", chip, chip.link) for chip in plugin.own_chips() if chip.link]
 
 
 def check(
-    fix: str = "", *, each: Callable[[Subject], Iterable[tuple[Any, ...]]] = whole
+    fix: str = "", *, each: Callable[[Subject], Items] = whole, hook: str = ""
 ) -> Callable[[Callable[..., Problems]], Check]:
-    """Return a decorator that turns a function into a check. The function yields messages, which get this `fix`, or
-    problems.
+    """Return a decorator that turns a function into a check. The function returns messages and cases, which get this
+    `fix`, or problems.
 
-    The function is called for every item of `each(plugin)`, with the parts of the item as arguments.
+    The function is called for every item of `each(plugin)`. The check is skipped without the hook `flagcore_{hook}`.
     """
 
     def decorate(function: Callable[..., Problems]) -> Check:
         @wraps(function)
         def checked(plugin: Subject) -> Iterator[Problem]:
-            for arguments in each(plugin):
-                for found in function(*arguments):
-                    yield Problem(found, fix) if isinstance(found, str) else found
+            if hook:
+                plugin.implements(f"flagcore_{hook}")
+            for where, *arguments in each(plugin):
+                yield from wrong(function(*arguments), where, fix)
 
         return checked
 
@@ -354,7 +377,9 @@ def run(check: Check, subject: Subject) -> Result:
     An exception of the plugin is a failure of the check.
     """
     name, failure = check.__name__, None
-    if reason := _reason_to_skip(name, subject):
+    is_late = subject.is_slow and name not in (LOADS, SLOW)
+    if is_late or (name != LOADS and not subject.loaded.plugins):
+        reason = "the plugin does not load" if not subject.loaded.plugins else "a hook takes too long"
         return Result(check=name, state="skipped", message=reason)
     problems: list[Problem] = []
     try:
@@ -382,9 +407,3 @@ def run(check: Check, subject: Subject) -> Result:
         fix="; ".join(dict.fromkeys(problem.fix for problem in problems if problem.message in listed)),
         places=subject.places(listed, failure),
     )
-
-
-def _reason_to_skip(name: str, subject: Subject) -> str:
-    if name != LOADS and not subject.loaded.plugins:
-        return "the plugin does not load"
-    return "a hook takes too long" if name not in (LOADS, SLOW) and subject.is_slow else ""

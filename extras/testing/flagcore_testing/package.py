@@ -92,11 +92,9 @@ def read_source(folder: Path) -> Package:
         raise UsageError(f'{file} names no plugin; add [project.entry-points."{GROUP}"] with a line NAME = "MODULE"')
     readme = project.get("readme")
     readme_file = folder / readme if isinstance(readme, str) else folder / "none"
+    texts: Any = {key: str(project.get(key, "")) for key in ("version", "name", "description", "license")}
     return Package(
-        version=str(project.get("version", "")),
-        name=str(project.get("name", "")),
-        description=str(project.get("description", "")),
-        license=str(project.get("license", "")),
+        **texts,
         readme=readme_file.read_text("utf-8", "replace") if readme_file.is_file() else "",
         python=str(project.get("requires-python", "")),
         requires=tuple(map(str, project.get("dependencies", ()))),

@@ -117,6 +117,7 @@ def _check_name(name: str) -> None:
 def _words(name: str, chips: Sequence[str], values: Mapping[str, str]) -> dict[str, str]:
     """Return the text of each placeholder of the template, except placeholders that differ between chips."""
     device, program = values["torch-device"], values["tool"].split()[0]
+    major, minor, *_ = __version__.split(".")
     return {
         "name": name,
         "Vendor": values["vendor"],
@@ -132,8 +133,8 @@ def _words(name: str, chips: Sequence[str], values: Mapping[str, str]) -> dict[s
         "quoted_chips": ", ".join(f'"{chip}"' for chip in chips),
         "rows": "\n".join(f"| {chip} | TODO | TODO | TODO | `{program}` | TODO |" for chip in chips),
         "entries": "\n".join(f'  "{chip}": {{{MADE_UP}}}' for chip in chips),
-        "release": ".".join(__version__.split(".")[:2]),
-        "next": _next(__version__),
+        "release": f"{major}.{minor}",
+        "next": f"{major}.{int(minor) + 1}",
     }
 
 
@@ -148,8 +149,3 @@ def _rendered(words: Mapping[str, str], chips: Sequence[str]) -> Iterator[tuple[
 
 def _filled(text: str, words: Mapping[str, str]) -> str:
     return re.sub(r"@(\w+)@", lambda match: words[match[1]], text)
-
-
-def _next(version: str) -> str:
-    major, minor, *_ = version.split(".")
-    return f"{major}.{int(minor) + 1}"

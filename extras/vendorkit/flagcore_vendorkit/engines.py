@@ -96,23 +96,11 @@ def read_variables(package: str) -> tuple[Variable, ...]:
 
 
 KNOBS = "knobs.yaml"
-KEYS = {
-    "name": "name",
-    "label": "label",
-    "default": "neutral",
-    "says": "help",
-    "claim": "claim",
-    "answers": "answers",
-    "effect": "effect_source",
-    "needs": "requires",
-    "of_experts": "experts_only",
-    "source": "source",
-    "choices": "effects",
-}
+_SAME = ("name", "label", "claim", "answers", "source")
+KEYS = {**dict(zip(_SAME, _SAME, strict=True)), "default": "neutral", "says": "help", "effect": "effect_source"}
+KEYS |= {"needs": "requires", "of_experts": "experts_only", "choices": "effects"}
 """The fields of a knob by the keys of the file."""
 SCOPE = ("engine", "engines", "kinds", "chips", "versions")
-
-
 GUESS = Factor(low=0.95, high=1.05)
 
 

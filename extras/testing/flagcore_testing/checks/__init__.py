@@ -7,7 +7,7 @@ from flagcore_testing.kit import LOADS, SLOW, Check
 
 MODULES = (
     *("module", "chips", "sources", "answers", "costs", "collectives", "engines", "environment", "detector"),
-    *("telemetry", "detection", "parsing", "packaging", "second_entry"),
+    *("telemetry", "detection", "packaging", "second_entry"),
 )
 """The modules with checks, in the order of execution."""
 

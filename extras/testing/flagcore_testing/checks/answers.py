@@ -24,8 +24,7 @@ def foreign_chips_get_no_answer(plugin: Subject) -> Problems:
         except Exception as error:
             yield f"{hook} raises {one_line(error)} for a chip of another vendor"
             continue
-        if answer is not None and answer not in ((), [], {}):
-            yield f"{hook} answers for a chip of another vendor"
+        yield answer is not None and answer not in ((), [], {}), f"{hook} answers for a chip of another vendor"
 
 
 @check("return None if `kind` is neither train nor serve")
@@ -36,26 +35,23 @@ def unknown_engines_get_no_answer(plugin: Subject) -> Problems:
             yield f"flagcore_engine_support answers for an unknown engine on {chip.name}"
 
 
-@check("return the vendor of the chips only if a variable selects it, else None")
+@check("return the vendor of the chips only if a variable selects it, else None", hook="vendor")
 def vendor_is_not_guessed(plugin: Subject) -> Problems:
-    plugin.implements("flagcore_vendor")
     vendors = {chip.vendor for chip in plugin.own_chips()}
-    of_any_vendor: tuple[dict[str, str], ...] = ({}, {"PATH": "/bin"}, {"CUDA_VISIBLE_DEVICES": "0"})
-    for variables in of_any_vendor:
-        if (answer := plugin.ask("flagcore_vendor", {"environment": variables})) in vendors:
-            shown = ", ".join(f"{name}={value}" for name, value in variables.items()) or "no variables"
-            yield f"flagcore_vendor returns {answer!r} with {shown}"
+    for name, value in (("", ""), ("PATH", "/bin"), ("CUDA_VISIBLE_DEVICES", "0")):
+        answer = plugin.ask("flagcore_vendor", {"environment": {name: value} if name else {}})
+        shown = f"{name}={value}" if name else "no variables"
+        yield answer in vendors, f"flagcore_vendor returns {answer!r} with {shown}"
     if detector := plugin.detector:
         selecting = {name: detector.vendor.upper() for name in detector.vendor_variables[:1]}
         for variables in (selecting, *({f"{prefix}X": "1"} for prefix in detector.own_variables)):
             answer = plugin.ask("flagcore_vendor", {"environment": variables}) if variables else detector.vendor
-            if answer != detector.vendor:
-                yield f"flagcore_vendor returns {answer!r} with {variables}, expected {detector.vendor!r}"
+            text = f"flagcore_vendor returns {answer!r} with {variables}, expected {detector.vendor!r}"
+            yield answer != detector.vendor, text
 
 
-@check("return a sentence for each problem, and None or an empty list if there is none")
+@check("return a sentence for each problem, and None or an empty list if there is none", hook="health")
 def health_is_of_problems(plugin: Subject) -> Problems:
-    plugin.implements("flagcore_health")
     if plugin.failed("flagcore_health"):
         return  # another check reports it
     with mock.patch.object(machine, "query_torch", return_value=None):
@@ -66,29 +62,31 @@ def health_is_of_problems(plugin: Subject) -> Problems:
             text = f"flagcore_health returns {each[:80]!r} on a machine without devices"
             yield Problem(text, "return nothing if there is no device: look for the device file first")
     for each in sentences:
-        if len(each.split()) < 3:
-            yield f"flagcore_health returns {each!r}, which is no problem"
+        yield len(each.split()) < 3, f"flagcore_health returns {each!r}, which is no problem"
 
 
-@check("return the given chip with other figures: dataclasses.replace(chip, memory_bytes=...); another one is ignored")
+@check(
+    "return the given chip with other figures: dataclasses.replace(chip, memory_bytes=...); another one is ignored",
+    hook="measured_chip",
+)
 def measured_chips_keep_their_names(plugin: Subject) -> Problems:
-    plugin.implements("flagcore_measured_chip")
     for chip in plugin.own_chips()[:1]:
         answer = plugin.ask("flagcore_measured_chip", {"chip": chip})
         if isinstance(answer, Chip) and answer.name != chip.name:
             yield f"flagcore_measured_chip returns {answer.name!r} for {chip.name}"
 
 
-def _engines(plugin: Subject) -> list[str]:
-    """Return one engine of each kind."""
-    return list({kind_of(each): each for each in reversed(plugin.engines)}.values())
+def _of_groups(plugin: Subject) -> Iterable[tuple[Any, ...]]:
+    """Return each group with one engine of each kind."""
+    engines = {kind_of(each): each for each in reversed(plugin.engines)}.values()
+    return [(group, each) for group in plugin.groups() for each in engines]
 
 
 BY_GROUP = ("memory_model_is_valid", "collective_costs_are_valid")
 BY_ENGINE = ("kernel_costs_are_valid", "engine_support_is_valid", "knobs_are_valid", "environment_is_valid")
 ARGUMENTS: Mapping[str, Callable[[Subject], Iterable[tuple[Any, ...]]]] = {
     "topology_is_valid": lambda plugin: [(group,) for group in plugin.groups()],
-    **dict.fromkeys(BY_GROUP, lambda plugin: [(group, each) for group in plugin.groups() for each in _engines(plugin)]),
+    **dict.fromkeys(BY_GROUP, _of_groups),
     **dict.fromkeys(BY_ENGINE, Subject.pairs),
     "telemetry_is_valid": lambda plugin: [(Device(index=0, chip=chip.name),) for chip in plugin.own_chips()],
     "check_task_is_valid": lambda plugin: [(task,) for task in plugin.tasks()],
@@ -101,14 +99,13 @@ def _made(name: str) -> Check:
     hook = name.removesuffix("_is_valid").removesuffix("_are_valid")
 
     def valid(plugin: Subject) -> Problems:
-        plugin.implements(f"flagcore_{hook}")
         with mock.patch.object(machine, "query_torch", return_value=None):  # health imports the real torch
             for arguments in ARGUMENTS[name](plugin):
                 getattr(plugin.loaded, hook)(*arguments)
         yield from plugin.problems_of(f"flagcore_{hook}")
 
     valid.__name__ = name
-    return check()(valid)
+    return check(hook=hook)(valid)
 
 
 CHECKS = tuple(map(_made, ARGUMENTS))

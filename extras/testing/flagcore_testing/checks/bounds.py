@@ -10,7 +10,7 @@ from re import search
 from typing import NamedTuple
 
 from flagcore.domain.chip import CORES, DISK_WAIT, OTHERS_CORES, SWAPPED, Chip
-from flagcore_testing.kit import Problem
+from flagcore_testing.kit import Case
 
 BANDWIDTH, LINK, NIC = "memory_bandwidth_bytes_per_second", "link.bytes_per_second", "nic_bytes_per_second"
 HOST, PEAK, WATTS, MEMORY = "host_bytes_per_second", "dense_flops_per_second.", "tdp_watts", "memory_bytes"
@@ -178,8 +178,8 @@ OF_CURVES = (
 
 
 def outside(
-    where: str, values: Mapping[str, float], bounds: Iterable[Bound], words: Mapping[str, str] | str = ""
-) -> Iterator[Problem]:
+    values: Mapping[str, float], bounds: Iterable[Bound], words: Mapping[str, str] | str = ""
+) -> Iterator[Case]:
     """Yield the quantities, or ratios of two, that are outside their bounds, each once.
 
     `words`: the text in which `unless` is searched, for all quantities or for each.
@@ -192,12 +192,9 @@ def outside(
             if (key, bound.per) in seen or bound.holds(values[key] / base) or search(bound.unless, text):
                 continue
             seen.add((key, bound.per))
-            shown = f"{where}{key} = {values[key]:g} is"
-            if bound.per:
-                ratio = f"{values[key] / base:.3g} times {bound.per} = {base:g}{bound.why}"
-                yield Problem(f"{shown} {ratio}; expected {bound}", bound.fix)
-            else:
-                yield Problem(f"{shown} not in {bound.low:g} to {bound.high:g}", bound.fix)
+            ratio = f"{values[key] / base:.3g} times {bound.per} = {base:g}{bound.why}; expected {bound}"
+            is_outside = ratio if bound.per else f"not in {bound.low:g} to {bound.high:g}"
+            yield True, f"{key} = {values[key]:g} is {is_outside}", bound.fix
 
 
 def figures_of(chip: Chip) -> dict[str, float]:
@@ -210,14 +207,14 @@ def figures_of(chip: Chip) -> dict[str, float]:
     return {**figures, **{key: value for key, value in latencies.items() if value is not None}}
 
 
-def figures_outside(chip: Chip) -> Iterator[Problem]:
+def figures_outside(chip: Chip) -> Iterator[Case]:
     """Yield the figures of a chip that are implausible alone, or next to the others."""
     figures = figures_of(chip)
-    yield from outside(f"{chip.name}: ", figures, FIGURES)
+    yield from outside(figures, FIGURES)
     if chip.link and chip.link.topology == "shared-memory":
         del figures[LINK]
     is_accelerator = figures.get(BANDWIDTH, 0.0) >= ACCELERATOR_BANDWIDTH
     words = {
         key: f"{fact.source.detail if key in (BF16, FP16) else ''} {chip.notes}" for key, fact in chip.figures.items()
     }
-    yield from outside(f"{chip.name}: ", figures, (*RATIOS, *(OF_ACCELERATORS if is_accelerator else ())), words)
+    yield from outside(figures, (*RATIOS, *(OF_ACCELERATORS if is_accelerator else ())), words)

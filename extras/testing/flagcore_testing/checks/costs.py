@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -17,10 +17,10 @@ from flagcore.domain.space import FloatArray
 from flagcore.physics.roofline import Curve
 from flagcore.plugins import find_engine
 from flagcore_testing import fakes
-from flagcore_testing.checks.bounds import OF_CURVES, OF_KERNELS, OF_MEMORY_MODEL, outside
+from flagcore_testing.checks.bounds import CURVE, OF_CURVES, OF_KERNELS, OF_MEMORY_MODEL, outside
 from flagcore_testing.checks.packaging import PEAKS
 from flagcore_testing.examples import group_of, task_on
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need, once, repeated, wrong
+from flagcore_testing.kit import Case, Items, Problems, Skip, Subject, check, need, once, repeated, wrong
 
 CONTEXT_BYTES = 2.0**27
 """Minimum memory of a process's context, libraries and collective buffers; known chips take 0.5 to 3 GiB."""
@@ -41,20 +41,16 @@ def _idle_bytes(plugin: Subject) -> dict[str, float]:
     return found
 
 
-def _models(plugin: Subject) -> list[tuple[Subject, Chip, MemoryModel]]:
-    def model(chip: Chip) -> MemoryModel | None:
-        return plugin.loaded.memory_model(group_of(chip), "megatron")
-
-    return [(plugin, *pair) for pair in plugin.each("flagcore_memory_model", model)]
-
-
-@check("return a memory model for each of your chips, or remove the hook")
+@check("return a memory model for each of your chips, or remove the hook", hook="memory_model")
 def memory_models_are_given(plugin: Subject) -> Problems:
-    plugin.implements("flagcore_memory_model")
     for chip in () if plugin.failed("flagcore_memory_model") else plugin.own_chips():  # another check reports a failure
         about = {"group": group_of(chip), "engine": "megatron", "kind": "train"}
-        if plugin.ask("flagcore_memory_model", about) is None:
-            yield f"flagcore_memory_model returns None for {chip.name}"
+        yield plugin.ask("flagcore_memory_model", about) is None, f"flagcore_memory_model returns None for {chip.name}"
+
+
+def _models(plugin: Subject) -> Items:
+    find = plugin.loaded.memory_model
+    return plugin.each("flagcore_memory_model", lambda chip: find(group_of(chip), "megatron"))
 
 
 @check("add to the argument, or multiply by at least 1", each=_models)
@@ -63,8 +59,8 @@ def memory_models_are_plausible(plugin: Subject, chip: Chip, model: MemoryModel)
     reserved = model.reserved_bytes(allocated)
     used = model.device_used_bytes(reserved)
     for method, argument, answer in (("reserved_bytes", allocated, reserved), ("device_used_bytes", reserved, used)):
-        if not ((answer >= argument).all() and (np.diff(answer) >= 0).all()):
-            yield f"{chip.name}: {method} of the memory model returns less than its argument, or falls as that grows"
+        is_growing = (answer >= argument).all() and (np.diff(answer) >= 0).all()
+        yield not is_growing, f"{method} of the memory model returns less than its argument, or falls as that grows"
     context = float(model.device_used_bytes(np.zeros(1))[0])
     memory, capacity = chip.memory_bytes, model.capacity_bytes()
     figures = {
@@ -76,19 +72,18 @@ def memory_models_are_plausible(plugin: Subject, chip: Chip, model: MemoryModel)
         "its argument": 2.0**35,
         **({"capacity_bytes()": capacity} if memory and capacity is not None else {}),
     }
-    yield from outside(f"{chip.name}: ", figures, OF_MEMORY_MODEL)
+    yield from outside(figures, OF_MEMORY_MODEL)
     idle = _idle_bytes(plugin).get(chip.name, 0.0)
     least = idle + min(CONTEXT_BYTES, memory.value / 32 if memory else np.inf)
     of_user = plugin.loaded.memory_model(replace(group_of(chip), memory_bytes=BUDGET), "megatron")
     limit = of_user.capacity_bytes() if of_user else None
-    yield from wrong(
+    yield from (
         (0 < context < least,
          f"device_used_bytes(0) of hooks.py = {context:.3g} is below {least:.3g}: {idle:.3g} of an idle device in "
          "tests/smi and a context",
          "count what an idle device shows in use, and a process's context, libraries and buffers, in bytes"),
         (limit is None or limit > BUDGET, f"capacity_bytes() is {limit} with a user's budget of {BUDGET:g}",
          "use group.memory_bytes if it is set, else the chip's memory_bytes"),
-        where=f"{chip.name}: ",
     )  # fmt: skip
 
 
@@ -99,8 +94,8 @@ def larger_micro_batches_need_more_memory(plugin: Subject) -> Problems:
         costs = plugin.loaded.costs(task.cluster, "megatron")
         rows = [engine.columns(task, {"micro_batch_size": 2**power}) for power in range(4)]
         columns = {knob: np.concatenate([row[knob] for row in rows]) for knob in rows[0]}
-        if not (np.diff(engine.predict(task, columns, costs).device_used_bytes) >= 0).all():
-            yield f"{task.cluster.chips}: a larger micro_batch_size is predicted to need less memory"
+        is_growing = (np.diff(engine.predict(task, columns, costs).device_used_bytes) >= 0).all()
+        yield not is_growing, f"{task.cluster.chips}: a larger micro_batch_size is predicted to need less memory"
 
 
 REACHED, SLOW_COPY = 0.3, 0.2
@@ -112,7 +107,7 @@ TOO_SLOW = "give shares of 1, and host_bytes_per_second in bytes, in curve.yaml"
 
 
 @check("check sizes and times (us) in costs/*/kernels.jsonl; return NaN for what is unknown", each=Subject.own_costs)
-def kernel_times_are_plausible(chip: Chip, costs: KernelCosts) -> Problems:
+def kernel_times_are_plausible(plugin: Subject, chip: Chip, costs: KernelCosts) -> Problems:
     sizes = _powers_of_two(8, 14)
     ones = np.ones_like(sizes)
     training_shape = AttentionShape(
@@ -128,15 +123,15 @@ def kernel_times_are_plausible(chip: Chip, costs: KernelCosts) -> Problems:
         ("host_copy_seconds", costs.host_copy_seconds(sizes**2)),
     ):
         known_times = np.asarray(seconds)[~np.isnan(seconds)]
-        if not ((known_times > 0).all() and (np.diff(known_times) >= 0).all()):
-            yield f"{chip.name}: {method} is not above 0, or falls as the sizes grow"
+        is_growing = (known_times > 0).all() and (np.diff(known_times) >= 0).all()
+        yield not is_growing, f"{method} is not above 0, or falls as the sizes grow"
     constants = {"launch_seconds()": costs.launch_seconds(), "run_slowdown()": costs.run_slowdown()}
-    yield from outside(f"{chip.name}: ", constants, OF_KERNELS)
+    yield from outside(constants, OF_KERNELS)
     yield from _product_problems(chip, costs)
     memory, host, large = chip.memory_bandwidth_bytes_per_second, chip.host_bytes_per_second, _powers_of_two(30, 34)
     size, of_memory = np.full(1, 2.0**32), memory.value if memory else 0.0
     copied, to_host = (float(size[0] / each[0]) for each in (costs.memory_seconds(size), costs.host_copy_seconds(size)))
-    yield from wrong(
+    yield from (
         (memory and np.nanmax([0.0, *(large / costs.memory_seconds(large))]) > ABOVE_PEAK * of_memory,
          "memory_seconds is faster than memory_bandwidth_bytes_per_second",
          "count bytes read and written; memory_share in curve.yaml is at most 1"),
@@ -144,24 +139,22 @@ def kernel_times_are_plausible(chip: Chip, costs: KernelCosts) -> Problems:
          f"memory_seconds reaches {copied:.3g} of {of_memory:g} bytes per second", TOO_SLOW),
         (to_host < (SLOW_COPY * host.value if host else 1e8),
          f"host_copy_seconds reaches {to_host:.3g} bytes per second", TOO_SLOW),
-        where=f"{chip.name}: ",
     )  # fmt: skip
 
 
-def _product_problems(chip: Chip, costs: KernelCosts) -> Iterator[Problem]:
+def _product_problems(chip: Chip, costs: KernelCosts) -> Iterator[Case]:
     """Yield the precisions in which large products are faster than the peak, or much slower."""
     side = np.full(4, 8192.0)
     for precision, peak in chip.dense_flops_per_second.items():
         rates = 2.0 * side**3 / costs.gemm_seconds(side, side, side, precision)
         highest, rate = np.nanmax([0.0, *rates]), float(rates[0])
-        yield from wrong(
+        yield from (
             (highest > ABOVE_PEAK * peak.value, f"a product in {precision} has {highest:g} flops/s, its peak "
              f"{peak.value:g}", "check the times in kernels.jsonl, the shares in curve.yaml (at most 1) and the peak"),
             (precision in ("bf16", "fp16") and rate < REACHED * peak.value,  # false for NaN
              f"a product of 8192 cubed reaches {rate / peak.value:.0%} of the peak in {precision}",
              "look for a peak with sparsity, a time in another unit than us in kernels.jsonl, or a small gemm_share in "
              "curve.yaml"),
-            where=f"{chip.name}: ",
         )  # fmt: skip
 
 
@@ -182,43 +175,34 @@ def _files(plugin: Subject) -> dict[str, set[str]]:
 @check()
 def shipped_costs_are_used(plugin: Subject) -> Problems:
     folders, shared = _files(plugin), shared_costs(plugin.package)
-    if plugin.failed("flagcore_kernel_costs", "flagcore_collective_costs"):
-        return  # another check reports it
-    for chip in plugin.own_chips():
+    for chip in () if plugin.failed("flagcore_kernel_costs", "flagcore_collective_costs") else plugin.own_chips():
         folder = chip.name.casefold()
         files = folders.get(folder, set()) | {file for file in FILES if (folder, file) in shared}
         has_kernels, has_curves = files & {"curve.yaml", "kernels.jsonl"}, "collectives.yaml" in files
-        yield from wrong(
-            (has_kernels and plugin.loaded.kernel_costs(chip, "megatron") is None,
-             f"flagcore_kernel_costs ignores costs/{folder}",
-             "return kernel_costs(package, chip) there, as VendorPlugin does"),
-            (has_curves and plugin.loaded.collective_costs(group_of(chip), "megatron") is None,
-             f"flagcore_collective_costs ignores costs/{folder}",
-             "return collective_table(package, group.chip) there, as VendorPlugin does"),
-            where=f"{chip.name}: ",
-        )  # fmt: skip
+        yield (has_kernels and plugin.loaded.kernel_costs(chip, "megatron") is None,
+               f"{chip.name}: flagcore_kernel_costs ignores costs/{folder}",
+               "return kernel_costs(package, chip) there, as VendorPlugin does")  # fmt: skip
+        yield (has_curves and plugin.loaded.collective_costs(group_of(chip), "megatron") is None,
+               f"{chip.name}: flagcore_collective_costs ignores costs/{folder}",
+               "return collective_table(package, group.chip) there, as VendorPlugin does")  # fmt: skip
 
 
 @check()
 def shipped_costs_belong_to_chips(plugin: Subject) -> Problems:
     names = {chip.name.casefold() for chip in plugin.own_chips()}
     for name, files in _files(plugin).items():
-        yield from wrong(
-            (name not in names, ": no chip has this name", "name the folder like a chip, in lower case"),
-            ("kernels.jsonl" in files and "provenance.yaml" not in files,
-             "/provenance.yaml is missing next to kernels.jsonl",
-             "add it with how, software and date of the measurement"),
-            *((True, f"/{file} is not read", f"the files are {', '.join(sorted(FILES))}")
-              for file in sorted(files - FILES)),
-            where=f"costs/{name}",
-        )  # fmt: skip
+        where = f"costs/{name}"
+        yield name not in names, f"{where}: no chip has this name", "name the folder like a chip, in lower case"
+        yield ("kernels.jsonl" in files and "provenance.yaml" not in files,
+               f"{where}/provenance.yaml is missing next to kernels.jsonl",
+               "add it with how, software and date of the measurement")  # fmt: skip
+        for file in sorted(files - FILES):
+            yield True, f"{where}/{file} is not read", f"the files are {', '.join(sorted(FILES))}"
     for name, file in shared_costs(plugin.package):
-        yield from wrong(
-            (name not in names, f"same_as.yaml: {file} names {name}, and no chip has this name", "correct the name"),
-            ((plugin.package_folder / "costs" / name / file).is_file(), f"{name}/{file} is not read",
-             "remove it, or the chip from costs/same_as.yaml"),
-            where="costs/",
-        )  # fmt: skip
+        own = plugin.package_folder / "costs" / name / file
+        unknown = f"costs/same_as.yaml: {file} names {name}, and no chip has this name"
+        yield name not in names, unknown, "correct the name"
+        yield own.is_file(), f"costs/{name}/{file} is not read", "remove it, or the chip from costs/same_as.yaml"
 
 
 FASTER, SLOWER = 1.1, 100.0
@@ -230,20 +214,19 @@ HUGE_FLOPS, SPREAD = 1e12, 3.0
 the slowest one."""
 BY_PRECISION = ("gemm", "attention", "attention_backward")
 KNOWN = tuple(dict.fromkeys((*PRECISIONS, *PEAKS)))
-Folder = tuple[Subject, Chip, str]
 
 
-def folders(plugin: Subject) -> list[Folder]:
+def folders(plugin: Subject) -> Items:
     """Return each chip that has costs, and its folder below `costs/`. Raises Skip if there is none."""
-    shared = {chip for chip, _ in shared_costs(plugin.package)}
-    found = [(plugin, chip, f"costs/{chip.name.casefold()}") for chip in plugin.own_chips()]
-    found = [each for each in found if each[1].name.casefold() in shared or (plugin.package_folder / each[2]).is_dir()]
+    shared, costs = {chip for chip, _ in shared_costs(plugin.package)}, plugin.package_folder / "costs"
+    named = [(chip.name.casefold(), chip) for chip in plugin.own_chips()]
+    found = [(f"costs/{name}/", plugin, chip) for name, chip in named if name in shared or (costs / name).is_dir()]
     return need(found, "the plugin has no costs of its chips")
 
 
-def _rows(plugin: Subject, folder: str) -> list[Mapping[str, Any]]:
+def _rows(plugin: Subject, chip: Chip) -> list[Mapping[str, Any]]:
     """Return the lines of `kernels.jsonl` whose sizes and times are numbers above 0; another check reports errors."""
-    file = plugin.package_folder / folder / "kernels.jsonl"
+    file = plugin.package_folder / "costs" / chip.name.casefold() / "kernels.jsonl"
     rows = list[Mapping[str, Any]]()
     for line in file.read_text("utf-8", "replace").splitlines() if file.is_file() else ():
         with suppress(ValueError, TypeError, KeyError):
@@ -273,60 +256,55 @@ def _least_seconds(chip: Chip, row: Mapping[str, Any]) -> tuple[float, bool]:
 
 
 @check("give the device's time in microseconds, and all bytes that are read and written", each=folders)
-def measured_kernels_are_possible(plugin: Subject, chip: Chip, folder: str) -> Problems:
-    rows, file = _rows(plugin, folder), f"{folder}/kernels.jsonl"
+def measured_kernels_are_possible(plugin: Subject, chip: Chip) -> Problems:
+    rows = _rows(plugin, chip)
     for row in rows:
-        yield from _row_problems(chip, row, f"{file}: {' '.join(f'{key} {row[key]}' for key in row if key != 'us')}")
+        shown = " ".join(f"{key} {value}" for key, value in row.items() if key != "us")
+        yield from _row_problems(chip, row, f"kernels.jsonl: {shown}")
     for sizes, times in repeated(tuple(value for key, value in row.items() if key != "us") for row in rows):
-        if times > 3:
-            fix = "keep the median of repeated measurements"
-            yield Problem(f"{file}: {' '.join(map(str, sizes))} is listed {times} times", fix)
-    yield from _rate_problems(file, [row for row in rows if row["kernel"] == "gemm" and _flops(row) >= HUGE_FLOPS])
+        yield (times > 3, f"kernels.jsonl: {' '.join(map(str, sizes))} is listed {times} times",
+               "keep the median of repeated measurements")  # fmt: skip
+    large: dict[str, list[tuple[float, str]]] = {}
+    for row in (row for row in rows if row["kernel"] == "gemm" and _flops(row) >= HUGE_FLOPS):
+        rate = (_flops(row) / (row["us"] * 1e-6), f"{row['m']} x {row['n']} x {row['k']}")
+        large.setdefault(str(row.get("precision")), []).append(rate)
+    for precision, rates in large.items():
+        shown = " and ".join(f"{rate / 1e12:.3g} TFLOP/s for {size}" for rate, size in (max(rates), min(rates)))
+        yield (max(rates)[0] > SPREAD * min(rates)[0], f"kernels.jsonl: gemm in {precision} has {shown}",
+               "correct its size or its time: large products of one precision run at about one rate")  # fmt: skip
 
 
-def _rate_problems(file: str, products: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
-    """Yield the precisions in which large products run at different rates."""
-    for precision in dict.fromkeys(str(row.get("precision")) for row in products):
-        of_precision = [row for row in products if str(row.get("precision")) == precision]
-        rates = [(_flops(row) / (row["us"] * 1e-6), f"{row['m']} x {row['n']} x {row['k']}") for row in of_precision]
-        if max(rates)[0] > SPREAD * min(rates)[0]:
-            shown = " and ".join(f"{rate / 1e12:.3g} TFLOP/s for {size}" for rate, size in (max(rates), min(rates)))
-            fix = "correct its size or its time: large products of one precision run at about one rate"
-            yield Problem(f"{file}: gemm in {precision} has {shown}", fix)
-
-
-def _row_problems(chip: Chip, row: Mapping[str, Any], where: str) -> Iterator[Problem | str]:
+def _row_problems(chip: Chip, row: Mapping[str, Any], where: str) -> Iterator[Case]:
     kernel, precision, seconds = row["kernel"], row.get("precision"), row["us"] * 1e-6
+    us, groups = f"{where} has us = {row['us']:g}", f"{where}: heads, groups, keys and queries do not fit"
     least, large = _least_seconds(chip, row)
-    if least > FASTER * seconds:
-        yield f"{where} has us = {row['us']:g}, and the peaks of {chip.name} allow {least * 1e6:.3g}"
-    elif large and least and seconds > SLOWER * least:
-        yield f"{where} has us = {row['us']:g}, {seconds / least:.0f} times what {chip.name} needs"
-    if kernel.startswith("attention") and (row["heads"] % row["groups"] or row["keys"] < row["queries"]):
+    is_fast, is_slow = least > FASTER * seconds, large and least and seconds > SLOWER * least
+    yield is_fast, f"{us}, and the peaks of {chip.name} allow {least * 1e6:.3g}"
+    yield is_slow and not is_fast, f"{us}, {seconds / (least or seconds):.0f} times what {chip.name} needs"
+    if kernel.startswith("attention"):
         fix = "groups are those of keys and values and divide heads; keys are at least as many as queries"
-        yield Problem(f"{where}: heads, groups, keys and queries do not fit", fix)
-    if kernel in BY_PRECISION and precision not in KNOWN:
-        yield Problem(f"{where}: precision = {precision!r}", f"name one of {', '.join(KNOWN)}")
+        yield row["heads"] % row["groups"] or row["keys"] < row["queries"], groups, fix
+    is_known = kernel not in BY_PRECISION or precision in KNOWN
+    yield not is_known, f"{where}: precision = {precision!r}", f"name one of {', '.join(KNOWN)}"
 
 
 @check("name kernels of kernels.jsonl, and give the overheads in microseconds", each=folders)
-def corrections_are_of_measured_kernels(plugin: Subject, chip: Chip, folder: str) -> Problems:
-    file, where = plugin.package_folder / folder / "provenance.yaml", f"{folder}/provenance.yaml"
-    if not file.is_file() or not (rows := _rows(plugin, folder)):
+def corrections_are_of_measured_kernels(plugin: Subject, chip: Chip) -> Problems:
+    file = plugin.package_folder / "costs" / chip.name.casefold() / "provenance.yaml"
+    if not file.is_file() or not (rows := _rows(plugin, chip)):
         return
-    found = read_provenance(file.read_text("utf-8"), where)
+    found = read_provenance(file.read_text("utf-8"), f"costs/{file.parent.name}/{file.name}")
     kinds = {row["kernel"] for row in rows}
-    if found.schema != 1:
-        yield Problem(f"{where}: schema = {found.schema}", "write schema: 1, the only one")
+    yield found.schema != 1, f"{file.name}: schema = {found.schema}", "write schema: 1, the only one"
     for key in ("host_us", "slowed", "in_training"):
         for name in sorted({*getattr(found, key)} - kinds):
-            yield f"{where}: {key} has {name}, and kernels.jsonl has {', '.join(sorted(kinds))}"
+            yield f"{file.name}: {key} has {name}, and kernels.jsonl has {', '.join(sorted(kinds))}"
     shortest = min((row["us"] for row in rows if row["kernel"] != "launch"), default=float("inf"))
-    if found.event_us >= shortest:
-        yield f"{where}: event_us = {found.event_us:g}, but the shortest kernel took {shortest:g} us"
+    text = f"{file.name}: event_us = {found.event_us:g}, but the shortest kernel took {shortest:g} us"
+    yield found.event_us >= shortest, text
     for name, factor in found.in_training.items():
-        if not 0.5 <= factor <= 2.0:
-            yield f"{where}: in_training has {name}: {factor:g}, which is a factor of the time"
+        text = f"{file.name}: in_training has {name}: {factor:g}, which is a factor of the time"
+        yield not 0.5 <= factor <= 2.0, text
 
 
 OF_UNITS = re.compile(r"\b(\d+) (?:compute units|multiprocessors)\b")
@@ -336,12 +314,12 @@ OF_MEMORY = re.compile(r"\b(\d+)(?: to (\d+))? GB/s of ([\d.]+) (TB/s)")
 
 
 @check("give shares of 1, seconds, and bytes per second", each=folders)
-def curves_are_plausible(plugin: Subject, chip: Chip, folder: str) -> Problems:
+def curves_are_plausible(plugin: Subject, chip: Chip) -> Problems:
     for name in ("curve.yaml", "serving.yaml"):
         if found := cost_file(plugin.package, chip, name):
-            where, curve, source = f"{folder}/{name}: ", read_curve(*found), found[0]
-            yield from outside(where, _figures_of(curve, chip), OF_CURVES)
-            yield from (f"{where}{problem}" for problem in _curve_problems(curve, source, chip))
+            curve, source = read_curve(*found), found[0]
+            problems = (*outside(_figures_of(curve, chip), OF_CURVES), *_curve_problems(curve, source, chip))
+            yield from wrong(problems, f"costs/{chip.name.casefold()}/{name}: ", CURVE)
 
 
 def _figures_of(curve: Curve, chip: Chip) -> dict[str, float]:
@@ -369,13 +347,8 @@ def _curve_problems(curve: Curve, source: str, chip: Chip) -> Iterator[str]:
             yield f"gemm_shares has {key!r}, and the names are {', '.join(KNOWN)}"
         elif PEAKS.get(key, key) not in chip.dense_flops_per_second:
             yield f"gemm_shares has {key}, of which {chip.name} has no peak"
-    yield from _share_problems(curve, "gemm_share", OF_PEAK.findall(source))
-    yield from _share_problems(curve, "memory_share", OF_MEMORY.findall(source))
-
-
-def _share_problems(curve: Curve, key: str, said: Sequence[tuple[str, str, str, str]]) -> Iterator[str]:
-    """Yield the rates of a source, of a peak, that differ from a share of the curve."""
-    for low, high, whole, unit in said:
-        peak, share = float(whole) * (1000.0 if unit == "TB/s" else 1.0), getattr(curve, key)
-        if not 0.9 * float(low) / peak <= share <= 1.1 * float(high or low) / peak:
-            yield f"{key} = {share:g}, but its source has {low} of {whole}"
+    for key, pattern in (("gemm_share", OF_PEAK), ("memory_share", OF_MEMORY)):
+        for low, high, whole, unit in pattern.findall(source):
+            peak, share = float(whole) * (1000.0 if unit == "TB/s" else 1.0), getattr(curve, key)
+            if not 0.9 * float(low) / peak <= share <= 1.1 * float(high or low) / peak:
+                yield f"{key} = {share:g}, but its source has {low} of {whole}"

@@ -19,7 +19,7 @@ from flagcore.domain.chip import Chip, Device
 from flagcore.domain.engine import EngineSupport
 from flagcore.errors import SpecError
 from flagcore_testing import fakes
-from flagcore_testing.kit import Case, Problem, Problems, Subject, T, check, need, once, wrong
+from flagcore_testing.kit import Case, Items, Problems, Subject, T, check, need
 from flagcore_testing.package import Transcript
 
 AGREE = 3
@@ -48,14 +48,6 @@ def is_near(word: str, other: str) -> bool:
 def nearest(word: str, words: Iterable[str]) -> str:
     """Return the first of `words` from which a word differs as in `is_near`, or an empty string."""
     return next((each for each in words if is_near(word, each)), "")
-
-
-@once
-def words_of(plugin: Subject) -> Counter[str]:
-    """Return how often each word occurs in the plugin's files and its README."""
-    package = plugin.package_folder
-    texts = [path.read_text("utf-8", "replace") for path in package.rglob("*") if path.suffix in (".py", ".yaml")]
-    return Counter(word for text in [*texts, plugin.packaged.readme] for word in re.findall(r"[A-Za-z_]\w+", text))
 
 
 def others_hooks(plugin: Subject) -> Iterable[tuple[str, object]]:
@@ -91,17 +83,15 @@ def sections_of(plugin: Subject) -> list[tuple[str, EngineSupport]]:
 @check("correct the name of the backend or of the module; write modules as in `import torch_acme`")
 def backends_and_modules_are_spelled_correctly(plugin: Subject) -> Problems:
     words = Counter[str]()
-    for word, times in words_of(plugin).items():
+    for word, times in plugin.words.items():
         words[word.casefold()] += times
     for kind, support in sections_of(plugin):
-        backend = support.distributed_backend or ""
         modules = [("preload", part) for module in support.preload for part in module.split(".")]
-        for key, name in (("distributed_backend", backend), *modules):
-            meant = nearest(name.casefold(), words)
-            if key == "preload" and not name.isidentifier():
-                yield f"engines.yaml: {kind}.{key} has {name!r}, which is not the name of a module"
-            elif words[name.casefold()] < 2 and meant:
-                yield f"engines.yaml: {kind}.{key} has {name!r}, but other files have {meant!r}"
+        for key, name in (("distributed_backend", support.distributed_backend or ""), *modules):
+            has, meant = f"engines.yaml: {kind}.{key} has {name!r}", nearest(name.casefold(), words)
+            is_name = key != "preload" or name.isidentifier()
+            yield not is_name, f"{has}, which is not the name of a module"
+            yield is_name and meant and words[name.casefold()] < 2, f"{has}, but other files have {meant!r}"
         if not support.preload and support.distributed_backend not in BUILT_IN:
             names = ", ".join(sorted(BUILT_IN))
             text = f"engines.yaml: {kind}.distributed_backend = {support.distributed_backend!r}"
@@ -112,14 +102,13 @@ def backends_and_modules_are_spelled_correctly(plugin: Subject) -> Problems:
 def sections_preload_the_same_module(plugin: Subject) -> Problems:
     sections = [(kind, each) for kind, each in sections_of(plugin) if each.device_type]
     for (kind, one), (other_kind, other) in pairwise(sections):
-        first, second = (each.preload[:1] for each in (one, other))
-        if one.device_type == other.device_type and one.distributed_backend != other.distributed_backend:
-            text = f"{one.distributed_backend} and {other.distributed_backend}"
-            fix = "write the same distributed_backend: torch has one of each device"
-            yield Problem(f"engines.yaml: distributed_backend of {kind} and {other_kind} is {text}", fix)
-        if one.device_type == other.device_type and first != second:
-            text = ", ".join((*first, *second))
-            yield f"engines.yaml: {kind} and {other_kind} have the device {one.device_type}, but one preloads {text}"
+        first, second, kinds = one.preload[:1], other.preload[:1], f"{kind} and {other_kind}"
+        if one.device_type == other.device_type:
+            own, theirs = one.distributed_backend, other.distributed_backend
+            yield (own != theirs, f"engines.yaml: distributed_backend of {kinds} is {own} and {theirs}",
+                   "write the same distributed_backend: torch has one of each device")  # fmt: skip
+            text = f"the device {one.device_type}, but one preloads {', '.join((*first, *second))}"
+            yield first != second, f"engines.yaml: {kinds} have {text}"
 
 
 RESOURCE_FIX = "write the name of this vendor's resource, or leave out `kubernetes`"
@@ -132,21 +121,20 @@ def resources_are_the_vendors(plugin: Subject) -> Problems:
     others = {each.kubernetes.name: name for name, each in theirs if each.kubernetes}
     most = max(chip.devices_per_card for chip in plugin.own_chips())
     for kind, each in sections_of(plugin):
+        where, resource = f"engines.yaml: {kind}.kubernetes.", each.kubernetes
         for name in {*each.cross_vendor_libraries} - {*libraries}:
-            if meant := nearest(name, libraries):
-                fix = "write the name as other plugins do: chips are connected by a library that both name"
-                yield Problem(f"engines.yaml: {kind}.cross_vendor_libraries has {name!r}, others have {meant!r}", fix)
-        for resource in [each.kubernetes] if each.kubernetes else []:
+            meant, has = nearest(name, libraries), f"engines.yaml: {kind}.cross_vendor_libraries has {name!r}"
+            fix = "write the name as other plugins do: chips are connected by a library that both name"
+            yield meant, f"{has}, others have {meant!r}", fix
+        if resource:
             unread = [name for name in resource.chips.values() if not RESOURCE.fullmatch(name)]
-            yield from wrong(
-                (unread, f"chips has {unread}", "write the domain of the vendor, and the resource"),
-                (resource.counts == "cards" and most == 1, "counts = 'cards', but each card has one device",
-                 "remove counts, or give the chips devices_per_card"),
-                (not RESOURCE.fullmatch(resource.name), f"name = {resource.name!r}",
-                 "write the domain of the vendor and the resource, such as acme.com/gpu"),
-                (resource.name in others, f"name is that of the plugin {others.get(resource.name)}", RESOURCE_FIX),
-                where=f"engines.yaml: {kind}.kubernetes.",
-            )  # fmt: skip
+            is_single, is_name = resource.counts == "cards" and most == 1, RESOURCE.fullmatch(resource.name)
+            yield unread, f"{where}chips has {unread}", "write the domain of the vendor, and the resource"
+            fix = "remove counts, or give the chips devices_per_card"
+            yield is_single, f"{where}counts = 'cards', but each card has one device", fix
+            fix = "write the domain of the vendor and the resource, such as acme.com/gpu"
+            yield not is_name, f"{where}name = {resource.name!r}", fix
+            yield resource.name in others, f"{where}name is that of the plugin {others.get(resource.name)}"
 
 
 OTHER_FILES = ("_manager", "ctl", "_ctl", "_control")
@@ -154,30 +142,33 @@ OTHER_FILES = ("_manager", "ctl", "_ctl", "_control")
 CLASS = re.compile(r"0x(03|12|0b)([0-9a-f]{2}){0,2}", re.I)
 
 
-@check('write a tuple of names, with a comma after a single one: ("ACME_VISIBLE_DEVICES",)')
-def detector_is_well_formed(plugin: Subject) -> Problems:
-    detector = detector_of(plugin)
+def _detector(plugin: Subject) -> Items:
+    return [("discover.py: ", plugin, detector_of(plugin))]
+
+
+@check('write a tuple of names, with a comma after a single one: ("ACME_VISIBLE_DEVICES",)', each=_detector)
+def detector_is_well_formed(plugin: Subject, detector: DeviceDetector) -> Problems:
     for name in TUPLES:
         words = getattr(detector, name)
-        if not isinstance(words, tuple) or not all(isinstance(word, str) and word.strip() for word in words):
-            yield f"discover.py: {name} = {words!r}"
+        is_tuple = isinstance(words, tuple) and all(isinstance(word, str) and word.strip() for word in words)
+        yield not is_tuple, f"{name} = {words!r}"
     own_id, tools, tool = detector.pci_vendor, fakes.tools_of(plugin), detector.tool
     first = next(iter(detector.topology), tool) if isinstance(detector.topology, tuple) else tool
-    yield from wrong(
-        *_file_cases(detector.device_file),
-        *((not CLASS.fullmatch(str(name)), f"pci_classes has {name!r}",
-           "write the beginning of a class as in sysfs: 0x12 (accelerators), 0x0302 or 0x0380 (displays)")
-          for name in detector.pci_classes),
-        (tools and first != tool and first not in tools, f"topology runs {first!r}, not {', '.join(tools)}",
-         "name a tool that `listing` runs"),
-        (tools and tool not in tools, f"tool = {tool!r}, but the detector runs {', '.join(tools)}",
-         "name the tool that `listing` runs: messages name it"),
-        *((len(prefix) < 3 or not prefix.endswith("_"), f"own_variables has {prefix!r}",
-           "write the prefix of the vendor's variables, such as ACME_") for prefix in detector.own_variables),
-        *(_pci_cases(plugin, own_id) if isinstance(own_id, int) else
-          [(True, f"pci_vendor = {own_id!r} is no number", LSPCI)]),
-        where="discover.py: ",
-    )  # fmt: skip
+    yield from _file_cases(detector.device_file)
+    for name in detector.pci_classes:
+        fix = "write the beginning of a class as in sysfs: 0x12 (accelerators), 0x0302 or 0x0380 (displays)"
+        yield not CLASS.fullmatch(str(name)), f"pci_classes has {name!r}", fix
+    yield (tools and first != tool and first not in tools, f"topology runs {first!r}, not {', '.join(tools)}",
+           "name a tool that `listing` runs")  # fmt: skip
+    yield (tools and tool not in tools, f"tool = {tool!r}, but the detector runs {', '.join(tools)}",
+           "name the tool that `listing` runs: messages name it")  # fmt: skip
+    for prefix in detector.own_variables:
+        fix = "write the prefix of the vendor's variables, such as ACME_"
+        yield len(prefix) < 3 or not prefix.endswith("_"), f"own_variables has {prefix!r}", fix
+    if isinstance(own_id, int):
+        yield from _pci_cases(plugin, own_id)
+    else:
+        yield True, f"pci_vendor = {own_id!r} is no number", LSPCI
 
 
 def _file_cases(pattern: str) -> Iterator[Case]:
@@ -208,36 +199,30 @@ def detector_agrees_with_the_files(plugin: Subject) -> Problems:
     detector, vendors = detector_of(plugin), sorted({chip.vendor for chip in plugin.own_chips()})
     in_hooks = getattr(plugin.hooks, "vendor", detector.vendor)
     for where, vendor in (("hooks.py", in_hooks), ("discover.py", detector.vendor)):
-        if vendor not in vendors:
-            yield f"{where}: vendor is {vendor!r}, but {', '.join(vendors)} in the chips' files"
+        yield vendor not in vendors, f"{where}: vendor is {vendor!r}, but {', '.join(vendors)} in the chips' files"
     sections = sections_of(plugin) if (plugin.package_folder / "engines.yaml").is_file() else []
     types = dict.fromkeys((each.device_type, kind) for kind, each in sections if each.device_type != "cpu")
     for device_type, kind in types:
-        if device_type != detector.torch_device:
-            text = f"engines.yaml: {kind}.device_type = {device_type!r}"
-            yield f"{text}, but torch_device of discover.py is {detector.torch_device!r}"
-    yield from _readme_problems(detector, plugin.packaged.readme)
-
-
-def _readme_problems(detector: DeviceDetector, readme: str) -> Iterator[str]:
-    device_file, tool, stem = detector.device_file, detector.tool, re.split(r"[\[*]", detector.device_file)[0]
+        text = f"{kind}.device_type = {device_type!r}, but torch_device of discover.py is {detector.torch_device!r}"
+        yield device_type != detector.torch_device, f"engines.yaml: {text}"
+    device_file, tool, readme = detector.device_file, detector.tool, plugin.packaged.readme
     files = sorted({each.rstrip(".,)`*") for each in re.findall(r"/(dev/[\w./*\[\]<>-]+)", readme)})
-    if files and not any(each.startswith(stem) or stem.startswith(re.split(r"[\[*<]", each)[0]) for each in files):
-        yield f"discover.py: device_file = {device_file!r}, but README.md names {', '.join(files)}"
+    stem, named = re.split(r"[\[*]", device_file)[0], [(each, re.split(r"[\[*<]", each)[0]) for each in files]
+    is_named = not files or any(each.startswith(stem) or stem.startswith(start) for each, start in named)
+    yield not is_named, f"discover.py: device_file = {device_file!r}, but README.md names {', '.join(files)}"
     tools = sorted({*re.findall(r"\b([a-z]+[-_](?:smi|gmi|info)|cnmon|[a-z]+smi)\b", readme)})
-    if tools and tool not in tools:
-        yield f"discover.py: tool = {tool!r}, but README.md names {', '.join(tools)}"
+    yield tools and tool not in tools, f"discover.py: tool = {tool!r}, but README.md names {', '.join(tools)}"
 
 
-@check()
+@check("write the same value: the variable belongs to one runtime")
 def detector_agrees_with_its_runtime(plugin: Subject) -> Problems:
     detector, others = detector_of(plugin), [each for _, each in others_detectors(plugin)]
     alike = [each for each in others if each.visible[:1] == detector.visible[:1]]
     for other in (each for each in alike if min(len(each.visible), len(detector.visible)) > 1 or each.outer):
         for key in ("visible", "outer", "empty_is_unset"):
-            if (own := getattr(detector, key)) != (theirs := getattr(other, key)):
-                text = f"discover.py: {key} = {own!r}, but {theirs!r} for {other.vendor}, with the same first variable"
-                yield Problem(text, "write the same value: the variable belongs to one runtime")
+            own, theirs = getattr(detector, key), getattr(other, key)
+            text = f"{key} = {own!r}, but {theirs!r} for {other.vendor}, with the same first variable"
+            yield own != theirs, f"discover.py: {text}"
 
 
 def missing_variables(plugin: Subject, key: str) -> str:
@@ -249,20 +234,24 @@ def missing_variables(plugin: Subject, key: str) -> str:
     return f"{key} lacks {', '.join(missing)}, which all {len(sets)} other plugins of its kind have" if missing else ""
 
 
-@check("name the variable that the runtime below torch reads, not that of containers or of another vendor")
-def devices_are_selected_by_an_own_variable(plugin: Subject) -> Problems:
-    detector = detector_of(plugin)
+@check(
+    "name the variable that the runtime below torch reads, not that of containers or of another vendor",
+    each=_detector,
+)
+def devices_are_selected_by_an_own_variable(plugin: Subject, detector: DeviceDetector) -> Problems:
     need(detector.own_variables, "the detector names no variables of its own software")
     prefixes = (*map(str, detector.own_variables), f"{detector.torch_device.upper()}_")
-    if not any(str(name).startswith(prefixes) for name in detector.visible):
-        shown = f"none begins with a prefix of torch_device or own_variables, {', '.join(prefixes)}"
-        yield f"discover.py: visible = {detector.visible!r}: {shown}"
+    shown = f"none begins with a prefix of torch_device or own_variables, {', '.join(prefixes)}"
+    is_own = any(str(name).startswith(prefixes) for name in detector.visible)
+    yield not is_own, f"visible = {detector.visible!r}: {shown}"
 
 
-@check("let `trusts` look at the version, the attributes and the devices' names that only this vendor's torch has")
-def torch_of_others_is_not_trusted(plugin: Subject) -> Problems:
-    own, detector = plugin.own_chips(), detector_of(plugin)
-    foreign = {chip.vendor: chip for chip in plugin.others.chips() if chip.name != "cpu"}
+TRUST = "let `trusts` look at the version, the attributes and the devices' names that only this vendor's torch has"
+
+
+@check(TRUST, each=_detector)
+def torch_of_others_is_not_trusted(plugin: Subject, detector: DeviceDetector) -> Problems:
+    own, foreign = plugin.own_chips(), {chip.vendor: chip for chip in plugin.others.chips() if chip.name != "cpu"}
 
     def trusts(chip: Chip, *names: str) -> bool:
         devices = (Device(index=0, chip=name, memory_bytes=2**36) for name in (chip.name, *chip.aliases))
@@ -270,46 +259,45 @@ def torch_of_others_is_not_trusted(plugin: Subject) -> Problems:
         return any(map(detector.trusts, reports))
 
     for vendor, chip in foreign.items():
-        if trusts(chip):
-            yield f"discover.py: trusts accepts a torch 2.10.0 with a device of {vendor}"
+        yield trusts(chip), f"trusts accepts a torch 2.10.0 with a device of {vendor}"
     if detector.torch_device != "cuda" and not any(trusts(chip, *detector.torch_attributes) for chip in own):
-        yield f"discover.py: trusts rejects a torch that has {detector.torch_device} and devices of {own[0].vendor}"
+        yield f"trusts rejects a torch that has {detector.torch_device} and devices of {own[0].vendor}"
     for name in detector.torch_attributes:
-        if all(trusts(chip, name) == trusts(chip) for chip in (*own, *foreign.values())):
-            text = f"discover.py: torch_attributes has {name!r}, which changes no answer of trusts"
-            yield Problem(text, "write the attribute of torch that trusts looks for, or remove it")
+        is_unused = all(trusts(chip, name) == trusts(chip) for chip in (*own, *foreign.values()))
+        yield (is_unused, f"torch_attributes has {name!r}, which changes no answer of trusts",
+               "write the attribute of torch that trusts looks for, or remove it")  # fmt: skip
 
 
 UUIDS = re.compile(r"\bUUID\b[: ]+\S*-\S", re.I)
 UNSELECTABLE = re.compile(r"0x|[^\w-]|^GPU-.*[^0-9a-fA-F-]")
 
 
-@check("give the detector `uuids`: the variables that select devices may contain UUIDs")
-def uuids_are_read(plugin: Subject) -> Problems:
-    detector, printed = detector_of(plugin), [each for each in plugin.transcripts if UUIDS.search(each.text)]
+@check("give the detector `uuids`: the variables that select devices may contain UUIDs", each=_detector)
+def uuids_are_read(plugin: Subject, detector: DeviceDetector) -> Problems:
+    printed = [each for each in plugin.transcripts if UUIDS.search(each.text)]
     own = [each for each in printed if each.tool or each.name.startswith(detector.tool)]
     if detector.uuids is not None:
         with fakes.machine(), fakes.quiet():
             answer: object = detector.uuids()
         if not isinstance(answer, Mapping):
-            text = f"discover.py: uuids returns a {type(answer).__name__}"
-            yield Problem(text, "return a mapping from the index of a device to its UUID")
+            fix = "return a mapping from the index of a device to its UUID"
+            yield True, f"uuids returns a {type(answer).__name__}", fix
         elif not any(_uuids_of(detector, each) for each in plugin.listings) and _asks_its_tool(detector):
-            text = "discover.py: no transcript has a UUID, although the detector reads them"
-            yield Problem(text, "save what that command prints, and name it in `others` of sources.yaml")
+            fix = "save what that command prints, and name it in `others` of sources.yaml"
+            yield True, "no transcript has a UUID, although the detector reads them", fix
     need(own, "no transcript has UUIDs")
     if detector.uuids is None:
         devices = fakes.devices(plugin, fakes.printing(plugin.listings[0]))
         if devices and not any(each.uuid for each in devices):
-            yield f"discover.py: uuids = None, although {own[0].name} prints them"
+            yield f"uuids = None, although {own[0].name} prints them"
 
 
 @check("return the form that the variables accept, such as GPU-1234abcd: hexadecimal digits, without 0x and brackets")
 def uuids_can_be_selected(plugin: Subject) -> Problems:
     for each in plugin.listings:
         words = [device.uuid for device in fakes.devices(plugin, fakes.printing(each)) if device.uuid]
-        if wrong := next((word for word in words if UNSELECTABLE.search(word)), ""):
-            yield f"flagcore_devices: the UUID {wrong!r} of {each.name} is not one that a variable accepts"
+        wrong = next((word for word in words if UNSELECTABLE.search(word)), "")
+        yield wrong, f"flagcore_devices: the UUID {wrong!r} of {each.name} is not one that a variable accepts"
 
 
 def _asks_its_tool(detector: DeviceDetector) -> bool:
@@ -325,14 +313,13 @@ def _uuids_of(detector: DeviceDetector, each: Transcript) -> object:
         return detector.uuids() if detector.uuids else None
 
 
-@check("save its output in tests/smi, or name the command in maturity.yaml if no output could be had")
-def topology_command_is_known(plugin: Subject) -> Problems:
-    detector = detector_of(plugin)
+@check("save its output in tests/smi, or name the command in maturity.yaml if no output could be had", each=_detector)
+def topology_command_is_known(plugin: Subject, detector: DeviceDetector) -> Problems:
     command, package = " ".join(map(str, detector.topology)), plugin.package_folder
     need(command, "the detector reads no links")
     files = [path for path in package.rglob("*") if path.suffix in (".yaml", ".py") and path.name != "discover.py"]
     files += [path for folder in ("tests/smi", "tests") for path in sorted((plugin.source / folder).glob("*.*"))]
     words = " ".join(path.read_text("utf-8", "replace") for path in files if path.is_file()) + plugin.packaged.readme
-    arguments = " ".join(map(str, detector.topology[1:]))
-    if not re.search(re.escape(arguments).replace(r"\ ", r"\s+") + r"(?!\w)", words):
-        yield f"discover.py: topology runs `{command}`, which no other file of the plugin has"
+    arguments = re.escape(" ".join(map(str, detector.topology[1:]))).replace(r"\ ", r"\s+")
+    is_known = re.search(arguments + r"(?!\w)", words)
+    yield not is_known, f"topology runs `{command}`, which no other file of the plugin has"

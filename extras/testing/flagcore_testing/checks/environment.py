@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from unittest import mock
 
@@ -23,22 +23,19 @@ from flagcore_testing.checks.detector import (
     nearest,
     others_detectors,
     others_files,
-    words_of,
 )
-from flagcore_testing.examples import task_on
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need, once, repeated, wrong
+from flagcore_testing.kit import Items, Problems, Skip, Subject, check, need, once, repeated
 
 
 @check("return the entries of quirks.yaml there, as VendorPlugin does")
 def quirks_are_used(plugin: Subject) -> Problems:
     need(plugin.quirks.refused or plugin.quirks.forced, "quirks.yaml refuses nothing")
     need(not plugin.failed("flagcore_check_task"), "flagcore_check_task has no valid answer")
-    for chip, engine in plugin.pairs():
-        rules = plugin.loaded.check_task(task_on(chip, engine)).rules
+    for chip, engine, advice in plugin.advice:
         about = (chip, engine, None, kind_of(engine))
         refused, forced = applicable(plugin.quirks.refused, *about), applicable(plugin.quirks.forced, *about)
         expected: tuple[ValueRule, ...] = (*refused, *forced)
-        for name in (quirk.name for quirk in expected if quirk not in rules):
+        for name in (quirk.name for quirk in expected if quirk not in advice.rules):
             yield f"flagcore_check_task: {chip.name} lacks {name} of quirks.yaml"
 
 
@@ -79,44 +76,38 @@ def _named(plugin: Subject) -> Iterator[tuple[str, str]]:
 @once
 def _known_variables(plugin: Subject) -> dict[str, list[str]]:
     """Return the names of other plugins' variables, and those in the plugin's files, without the vendor's prefix."""
-    own = (word for word in words_of(plugin) if "_" in word and word.isupper() for _ in (1, 2))
+    own = (word for word in plugin.words if "_" in word and word.isupper() for _ in (1, 2))
     known: dict[str, list[str]] = {}
     for name in (*_others_names(plugin), *own):
         known.setdefault(COLLECTIVES.sub("CL_", name), []).append(name)
     return known
 
 
-def _meant_parts(name: str, parts: Counter[str]) -> Iterator[tuple[str, str]]:
-    """Yield the words of a name that no other variable has, each with one that others nearly have."""
-    for part in (part for part in name.split("_") if len(part) > 6 and parts[part] == 1):
-        near = (other for other in parts if is_near(part, other) and part not in other and other not in part)
-        yield from ((part, meant) for meant in [*near][:1])
-
-
 @check("correct the name; if it is right, other files of the plugin may name it too, such as the README")
 def variables_are_spelled_correctly(plugin: Subject) -> Problems:
-    words, others, known = words_of(plugin), _others_names(plugin), _known_variables(plugin)
+    words, others, known = plugin.words, _others_names(plugin), _known_variables(plugin)
     own = [*dict.fromkeys(_named(plugin))]
     parts = Counter(part for name in {*others, *(name for _, name in own)} for part in name.split("_"))
     for file, name in own:
-        for part, meant in _meant_parts(name, parts):
-            yield f"{file}: {name} has the word {part}, and other variables have {meant}"
+        for part in (part for part in name.split("_") if len(part) > 6 and parts[part] == 1):
+            near = (other for other in parts if is_near(part, other) and part not in other and other not in part)
+            for meant in [*near][:1]:
+                yield f"{file}: {name} has the word {part}, and other variables have {meant}"
         general = COLLECTIVES.sub("CL_", name)
         if words[name] <= 1 and name not in others and {*known[general]} == {name}:
-            near = [names[0] for each, names in known.items() if len(names) > 1 and is_near(general, each)]
-            yield from (f"{file}: {name} is not known, but {meant} is" for meant in near[:1])
+            near = (names[0] for each, names in known.items() if len(names) > 1 and is_near(general, each))
+            yield from (f"{file}: {name} is not known, but {meant} is" for meant in [*near][:1])
 
 
-def _variables(plugin: Subject) -> list[tuple[Subject, str, Variable]]:
-    """Return each entry of `environment.yaml` with its location."""
-    return [(plugin, f"environment.yaml: {each.name}", each) for each in plugin.variables]
+def _variables(plugin: Subject) -> Items:
+    return [(f"environment.yaml: {each.name}", plugin, each) for each in plugin.variables]
 
 
 @check(each=_variables)
-def variables_hold_for_all_users(plugin: Subject, where: str, it: Variable) -> Problems:
+def variables_hold_for_all_users(plugin: Subject, it: Variable) -> Problems:
     value, shown, known = it.value or "", f" = {it.value!r}", {*placeholders()}
     filled = {*PLACEHOLDER.findall(value)}
-    yield from wrong(
+    yield from (
         (re.match(r"[/~]\w|[A-Z]:\\", value), f"{shown} is a path of one machine",
          "use `used` instead of `value`, or name a file that the vendor installs on every machine"),
         (value and (value != value.strip() or value[0] in "'\""), f"{shown} has quotes or spaces",
@@ -137,20 +128,7 @@ def variables_hold_for_all_users(plugin: Subject, where: str, it: Variable) -> P
          "write {interface} or {adapters}, or `used` instead of `value`: flagcore fills in what differs"),
         (value and it.name in _selecting(plugin), f"{shown} selects devices",
          "use `used` instead of `value`: flagcore sets them to the devices of each trial"),
-        where=where,
     )  # fmt: skip
-
-
-def _unknown_condition(it: Variable, plugin: Subject) -> bool:
-    trains = [engine for engine in plugin.engines if kind_of(engine) == "train"]
-    known = {name for engine in trains for knob in find_engine(engine).knobs for name in knob.names}
-    return bool(it.unless) and it.unless not in known
-
-
-def _meant(it: Variable, plugin: Subject) -> str:
-    """Return the known name that `overridden_by` nearly is, or an empty string."""
-    names = sorted({*_others_names(plugin), *(each.name for each in plugin.variables)})
-    return nearest(it.overridden_by, names) if it.overridden_by and it.overridden_by not in names else ""
 
 
 def _reader(it: Variable, plugin: Subject) -> str:
@@ -182,14 +160,6 @@ def _usual_placeholder(it: Variable, plugin: Subject) -> str:
     return f"{usual.total()} variables of other plugins with this ending have {usual.most_common(1)[0][0]!r}"
 
 
-def _foreign(it: Variable, plugin: Subject) -> list[str]:
-    """Return the prefix of a variable that only software of another vendor reads."""
-    prefixes = ((name, each) for name, other in others_detectors(plugin) for each in other.own_variables)
-    is_own = not plugin.detector or it.name.startswith(plugin.detector.own_variables)
-    found = [f"{each}, which only software of {name}" for name, each in prefixes if it.name.startswith(each)]
-    return [] if is_own else found
-
-
 def _selecting(plugin: Subject) -> set[str]:
     return {*plugin.detector.visible, plugin.detector.outer} if plugin.detector else set()
 
@@ -209,12 +179,17 @@ BOTH = "name the same variables in `visible` of the detector and in environment.
 
 
 @check(each=_variables)
-def variables_have_their_meaning(plugin: Subject, where: str, it: Variable) -> Problems:
-    parts = (_meant, _reader, _unread, _usual_placeholder)
-    meant, reader, unread, usual = (part(it, plugin) for part in parts)
-    yield from wrong(
+def variables_have_their_meaning(plugin: Subject, it: Variable) -> Problems:
+    names = sorted({*_others_names(plugin), *(each.name for each in plugin.variables)})
+    meant = nearest(it.overridden_by, names) if it.overridden_by and it.overridden_by not in names else ""
+    trains = [engine for engine in plugin.engines if kind_of(engine) == "train"]
+    settings = {name for engine in trains for knob in find_engine(engine).knobs for name in knob.names}
+    reader, unread, usual = (part(it, plugin) for part in (_reader, _unread, _usual_placeholder))
+    is_own = not plugin.detector or it.name.startswith(plugin.detector.own_variables)
+    prefixes = ((name, each) for name, other in others_detectors(plugin) for each in other.own_variables)
+    yield from (
         (meant, f".overridden_by = {it.overridden_by!r}, but {meant} is known", "correct the name"),
-        (_unknown_condition(it, plugin), f".unless = {it.unless!r} is unknown",
+        (it.unless and it.unless not in settings, f".unless = {it.unless!r} is unknown",
          "name a setting of a training engine, as in docs/spec.md"),
         (reader, f" is for {reader} reads it", "use the engine that reads the variable"),
         (unread, f" {unread}, but discover.py does not read it", BOTH),
@@ -222,9 +197,8 @@ def variables_have_their_meaning(plugin: Subject, where: str, it: Variable) -> P
           for each in _differences(it, plugin)),
         (usual, f" = {it.value!r}, and {usual}",
          "write what they fill in: {interface} for sockets, {adapters} for InfiniBand, {address} for hosts"),
-        *((True, f" begins with {each} reads", "remove it, or write this vendor's variable of the same meaning")
-          for each in _foreign(it, plugin)),
-        where=where,
+        *((not is_own and it.name.startswith(prefix), f" begins with {prefix}, which only software of {name} reads",
+           "remove it, or write this vendor's variable of the same meaning") for name, prefix in prefixes),
     )  # fmt: skip
 
 
@@ -237,18 +211,14 @@ def detector_reads_what_the_files_name(plugin: Subject) -> Problems:
     for name in sorted({*re.findall(r"\b[A-Z_]+_VISIBLE_DEVICES\b", said)} - known):
         yield f"quirks.yaml names {name}, which discover.py does not read"
     selecting, values = {*detector.vendor_variables}, {each.name for each in listed if each.value}
-    if listed and selecting and not values & selecting:
-        text = f"discover.py reads {', '.join(detector.vendor_variables)}, but environment.yaml sets none of them"
-        fix = "add the variable that names the vendor to environment.yaml, with a value, or remove it from discover.py"
-        yield Problem(text, fix)
-    yield from _shared_prefixes(detector.own_variables, sorted({*_others_names(plugin), *SHARED}))
-
-
-def _shared_prefixes(prefixes: Sequence[str], shared: Sequence[str]) -> Iterator[Problem]:
-    for prefix in (each for each in prefixes if "_" in each):
-        if taken := next((name for name in shared if name.startswith(prefix)), ""):
-            fix = "name only prefixes of variables that no other vendor's software reads"
-            yield Problem(f"discover.py: own_variables has {prefix!r}, with which {taken} begins, too", fix)
+    text = f"discover.py reads {', '.join(detector.vendor_variables)}, but environment.yaml sets none of them"
+    fix = "add the variable that names the vendor to environment.yaml, with a value, or remove it from discover.py"
+    yield listed and selecting and not values & selecting, text, fix
+    shared = sorted({*_others_names(plugin), *SHARED})
+    for prefix in (each for each in detector.own_variables if "_" in each):
+        taken = next((name for name in shared if name.startswith(prefix)), "")
+        yield (taken, f"discover.py: own_variables has {prefix!r}, with which {taken} begins, too",
+               "name only prefixes of variables that no other vendor's software reads")  # fmt: skip
 
 
 @check("write the same, or a pattern of this vendor's own text")
@@ -256,9 +226,9 @@ def failures_agree_with_other_plugins(plugin: Subject) -> Problems:
     theirs = [each for _, quirks in others_files(plugin, read_quirks) for each in quirks.failures]
     for place, each in enumerate(plugin.quirks.failures):
         for key in ("state", "weak"):
-            values = {getattr(one, key) for one in theirs if one.pattern == each.pattern}
-            if values and getattr(each, key) not in values:
-                shown, usual = (getattr(value, "value", value) for value in (getattr(each, key), values.pop()))
+            values, own = [getattr(one, key) for one in theirs if one.pattern == each.pattern], getattr(each, key)
+            if values and own not in values:
+                shown, usual = (getattr(value, "value", value) for value in (own, values[0]))
                 where = f"quirks.yaml: failures[{place}].{key} = {shown!r}"
                 yield f"{where}, and other plugins have {usual!r} for its pattern"
 
@@ -272,24 +242,20 @@ OF_LAUNCHERS = {
 """Variables that a launcher sets in each process."""
 DEBUGGING = re.compile(r"LAUNCH_BLOCKING|_DEBUG(_|$)|_TRACE|PROFIL|NO_\w*MEMORY_CACHING|LOG_LEVEL|VERBOS")
 QUIET = {"0", "false", "off", "warn", "warning", "error", "none"}
-Set = tuple[Subject, Chip, str, Mapping[str, str]]
 
 
-def _environments(plugin: Subject) -> list[Set]:
-    plugin.implements("flagcore_environment")
-    return [(plugin, chip, engine, plugin.loaded.environment(chip, engine)) for chip, engine in plugin.pairs()]
+def _environments(plugin: Subject) -> Items:
+    return [("", plugin, *pair, plugin.loaded.environment(*pair)) for pair in plugin.pairs()]
 
 
-@check(DOCUMENT, each=_environments)
+@check(DOCUMENT, each=_environments, hook="environment")
 def system_variables_are_not_set(plugin: Subject, chip: Chip, engine: str, variables: Mapping[str, str]) -> Problems:
+    where, fix = "flagcore_environment: ", "use `used` instead of `value`: it is for debugging, and slows runs"
     for name, value in sorted(variables.items()):
-        if name in OF_LAUNCHERS:
-            yield f"flagcore_environment: {name} of {engine} on {chip.name} is set by the launcher of each job"
-        if name in USERS:
-            yield f"flagcore_environment: {name} of {engine} on {chip.name} replaces the user's value"
-        if DEBUGGING.search(name) and value.casefold() not in QUIET:
-            fix = "use `used` instead of `value`: it is for debugging, and slows runs"
-            yield Problem(f"flagcore_environment: {name} = {value!r} of {engine} on {chip.name}", fix)
+        yield name in OF_LAUNCHERS, f"{where}{name} of {engine} on {chip.name} is set by the launcher of each job"
+        yield name in USERS, f"{where}{name} of {engine} on {chip.name} replaces the user's value"
+        is_loud = DEBUGGING.search(name) and value.casefold() not in QUIET
+        yield is_loud, f"{where}{name} = {value!r} of {engine} on {chip.name}", fix
 
 
 @check("keep one, or restrict each by engines, chips or versions")
@@ -302,38 +268,40 @@ def variables_are_listed_once(plugin: Subject) -> Problems:
         for name in sorted({*set_names} & {each.name for each in listed if each.used}):
             yield f"environment.yaml: {name} has value and used for {engine} on {chip.name}"
     warned = {name: each.note for each in read_quirks(plugin.package).notes for name in UNSET.findall(each.note)}
-    for each in plugin.variables:
-        if each.value and each.name in warned:
-            text = f"environment.yaml: {each.name} = {each.value!r}, and quirks.yaml has {warned[each.name][:80]!r}"
-            yield Problem(text, "remove the value, or the note")
+    for each in (each for each in plugin.variables if each.value and each.name in warned):
+        text = f"environment.yaml: {each.name} = {each.value!r}, and quirks.yaml has {warned[each.name][:80]!r}"
+        yield True, text, "remove the value, or the note"
 
 
-@check("write the name that the software has for this vendor, and handle it in discover.py")
+@check("write the name that the software has for this vendor, and handle it in discover.py", hook="environment")
 def variables_do_not_select_another_vendor(plugin: Subject) -> Problems:
     other_vendors = {name for chip in plugin.others.chips() for name in _accelerator(plugin, chip)}
-    for _, chip, _, variables in _environments(plugin):
+    for _, _, chip, _, variables in _environments(plugin):
         wrong_names = [name for name, value in variables.items() if value.casefold() in other_vendors - {chip.vendor}]
         for name in dict.fromkeys([*wrong_names, *_device_variables(plugin, variables)]):
             reason = "another vendor" if name in wrong_names else "its own devices are then not found"
             yield f"flagcore_environment sets {name} = {variables[name]!r} on {chip.name} of {chip.vendor}: {reason}"
 
 
-@check("add it with value, meaning and source", each=_environments)
+@check("add it with value, meaning and source", each=_environments, hook="environment")
 def variables_are_documented(plugin: Subject, chip: Chip, engine: str, variables: Mapping[str, str]) -> Problems:
     for name in sorted(set(variables) - {each.name for each in plugin.variables if each.value}):
         yield f"flagcore_environment sets {name} for {engine}, which is missing in environment.yaml"
 
 
-@check("return the variables of environment.yaml there, as VendorPlugin does", each=_environments)
+@check("return the variables of environment.yaml there, as VendorPlugin does", each=_environments, hook="environment")
 def documented_variables_are_set(plugin: Subject, chip: Chip, engine: str, variables: Mapping[str, str]) -> Problems:
     need(not plugin.failed("flagcore_environment"), "flagcore_environment has no valid answer")
     for each in applicable(plugin.variables, chip, engine, None, kind_of(engine)):
         is_unconditional = each.applies_to(None) and not each.condition and "{" not in str(each.value)
-        if each.value and is_unconditional and each.name not in variables:
-            yield f"environment.yaml: {each.name} is for {engine} on {chip.name}, but is not set"
+        is_missing = each.value and is_unconditional and each.name not in variables
+        yield is_missing, f"environment.yaml: {each.name} is for {engine} on {chip.name}, but is not set"
 
 
-@check("return what trials need: the core keeps the user's values and reports conflicts", each=_environments)
+OWN = "return what trials need: the core keeps the user's values and reports conflicts"
+
+
+@check(OWN, each=_environments, hook="environment")
 def variables_do_not_depend_on_the_shell(
     plugin: Subject, chip: Chip, engine: str, variables: Mapping[str, str]
 ) -> Problems:

@@ -20,25 +20,20 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from flagcore.domain.chip import Chip
 from flagcore.plugins import LoadedPlugins
 from flagcore_testing.examples import group_of, task_on
 from flagcore_testing.hook_runner import seconds_without_waiting
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need, once
+from flagcore_testing.kit import Items, Problem, Problems, Skip, Subject, check, need, once
 
 PUBLIC_PACKAGES = ("contracts", "domain", "errors", "files", "hooks", "physics", "testing")
 """Packages of flagcore that a plugin may import, beside the kit flagcore_vendorkit."""
 KIT = "flagcore_vendorkit"
-
-
 FIX_OF_IMPORT = "correct pyproject.toml or the import; `python -c` with the entry point's module shows the traceback"
 FIX_OF_MODULE = (
     "import it inside the hook that needs it, or run it in another process (flagcore_vendorkit.machine): a plugin must "
     "load on every machine; name what it always needs in dependencies of pyproject.toml"
 )
 FIX_OF_HOOKS = "correct the object that the entry point names; docs/hooks.md lists all hooks"
-
-
 MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
 
 
@@ -46,54 +41,44 @@ MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
 def plugin_loads(plugin: Subject) -> Problems:
     for failure in plugin.loaded.failures:
         if failure.stage in ("load", "check"):
+            missing = MISSING.search(failure.reason)
             fix = FIX_OF_IMPORT if failure.stage == "load" else FIX_OF_HOOKS
-            if (missing := MISSING.search(failure.reason)) and not missing[1].startswith("flagcore"):
-                fix = FIX_OF_MODULE
-            yield Problem(f"{plugin.name}: {failure.reason}", fix)
+            fix = FIX_OF_MODULE if missing and not missing[1].startswith("flagcore") else fix
+            yield True, f"{plugin.name}: {failure.reason}", fix
 
 
 @check(f"import only flagcore's {', '.join(PUBLIC_PACKAGES)}, {KIT}, and no other plugin")
 def imports_only_public_modules(plugin: Subject) -> Problems:
     need((plugin.package_folder / "__init__.py").is_file(), "the plugin is a module, not a package")
     for path in sorted(plugin.package_folder.rglob("*.py")):
-        for name, line in _imports(path):
+        nodes = ast.walk(ast.parse(path.read_text("utf-8"), filename=str(path)))
+        for name, line in (each for node in nodes for each in _imports_of(node)):
             root, _, inner = name.partition(".")
             room = inner.partition(".")[0]
             is_other_plugin = root.startswith("flagcore_") and root not in (plugin.package, KIT)
-            if is_other_plugin or (root == "flagcore" and room and room not in PUBLIC_PACKAGES):
-                yield f"{path.name}:{line} imports {name}"
+            is_private = root == "flagcore" and room and room not in PUBLIC_PACKAGES
+            yield is_other_plugin or is_private, f"{path.name}:{line} imports {name}"
 
 
 @check("compute the answer from the arguments only")
 def answers_are_reproducible(plugin: Subject) -> Problems:
-    first, second = (
-        _answers(plugin, loaded) for loaded in (plugin.loaded, LoadedPlugins.of({plugin.name: plugin.hooks}))
-    )
+    again = LoadedPlugins.of({plugin.name: plugin.hooks})
+    first, second = (_answers(plugin, loaded) for loaded in (plugin.loaded, again))
     for hook, answer in first.items():
-        if answer != second[hook]:
-            yield f"{hook} returns another answer on the second call"
+        yield answer != second[hook], f"{hook} returns another answer on the second call"
 
 
 def _answers(plugin: Subject, loaded: LoadedPlugins) -> dict[str, object]:
-    chips = loaded.chips()
     pairs = [(chip, engine) for chip in plugin.chips for engine in plugin.engines]
-    return {
-        "flagcore_chips": [_stable_values(chip) for chip in chips],
+    return {  # of chips without figures: these, such as this machine's clock, may change
+        "flagcore_chips": [
+            (each.name, each.vendor, each.aliases, each.devices_per_node, [*each.figures]) for each in loaded.chips()
+        ],
         "flagcore_topology": [loaded.topology(group_of(chip)) for chip in plugin.chips],
         "flagcore_engine_support": [loaded.engine_support(*pair) for pair in pairs],
         "flagcore_check_task": [loaded.check_task(task_on(*pair)) for pair in pairs],
         "flagcore_environment": [loaded.environment(*pair) for pair in pairs],
     }
-
-
-def _stable_values(chip: Chip) -> object:
-    """Return the values that must not change between calls. Figures, such as this machine's clock, may change."""
-    return chip.name, chip.vendor, chip.aliases, chip.devices_per_node, list(chip.figures)
-
-
-def _imports(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(ast.parse(path.read_text("utf-8"), filename=str(path))):
-        yield from _imports_of(node)
 
 
 def _imports_of(node: ast.AST) -> Iterator[tuple[str, int]]:
@@ -118,36 +103,39 @@ POLL_SECONDS = 0.1
 Record = dict[str, Any]
 
 
-@check(FIX_OF_MODULE)
-def import_loads_no_framework(plugin: Subject) -> Problems:
-    import_text = f"{plugin.package}: import {plugin.hooks_module}"
-    for record in _import_record(plugin):
-        if record["raised"]:
-            message = f"{import_text} fails in a new process: {record['raised']}"
-            yield Problem(message, "import everything that the module uses")
-        imports = [
-            f"{path.name}:{line} imports {name} when the module is loaded"
-            for path in map(Path, record["files"])
-            for name, line in _top_level_imports(ast.parse(path.read_text("utf-8")).body)
-            if not _is_allowed(plugin, name)
-        ]
-        yield from imports
-        loaded = [name for name in record["loaded"] if not _is_allowed(plugin, name)]
-        if loaded and not imports:
-            yield f"{import_text} loads {', '.join(loaded)}"
+def _import_record(plugin: Subject) -> Items:
+    """Return the record of the import. It is empty if the import ended the process, which another check reports."""
+    return [(f"{plugin.package}: import {plugin.hooks_module} ", plugin, record) for record in _records(plugin)[0][:1]]
 
 
-@check("change no state of the process; do slow work, start threads and log in the hook that needs it")
-def import_has_no_side_effects(plugin: Subject) -> Problems:
-    import_text = f"{plugin.package}: import {plugin.hooks_module}"
-    for record in _import_record(plugin):
-        if record["printed"]:
-            yield f"{import_text} prints {record['printed'][:60]!r}"
-        if all(_is_allowed(plugin, name) for name in record["loaded"]):  # otherwise another check reports the cause
-            if record["seconds"] > IMPORT_SECONDS:
-                yield f"{import_text} takes {record['seconds']:.1f} s"
-            for each in record["changed"]:
-                yield f"{import_text} changes the {each}{_place_of_change(record['files'], each)}"
+def _hook_records(plugin: Subject) -> Items:
+    return [(record["hook"], record) for record in _records(plugin)[0][1:]]
+
+
+@check(FIX_OF_MODULE, each=_import_record)
+def import_loads_no_framework(plugin: Subject, record: Record) -> Problems:
+    fix = "import everything that the module uses"
+    yield record["raised"], f"fails in a new process: {record['raised']}", fix
+    imports = [
+        Problem(f"{path.name}:{line} imports {name} when the module is loaded", FIX_OF_MODULE)
+        for path in map(Path, record["files"])
+        for name, line in _top_level_imports(ast.parse(path.read_text("utf-8")).body)
+        if not _is_allowed(plugin, name)
+    ]
+    yield from imports
+    loaded = [name for name in record["loaded"] if not _is_allowed(plugin, name)]
+    yield loaded and not imports, f"loads {', '.join(loaded)}"
+
+
+@check(
+    "change no state of the process; do slow work, start threads and log in the hook that needs it",
+    each=_import_record,
+)
+def import_has_no_side_effects(plugin: Subject, record: Record) -> Problems:
+    yield record["printed"], f"prints {record['printed'][:60]!r}"
+    if all(_is_allowed(plugin, name) for name in record["loaded"]):  # otherwise another check reports the cause
+        yield record["seconds"] > IMPORT_SECONDS, f"takes {record['seconds']:.1f} s"
+        yield from (f"changes the {each}{_place_of_change(record['files'], each)}" for each in record["changed"])
 
 
 def _place_of_change(files: Sequence[str], change: str) -> str:
@@ -190,41 +178,29 @@ def _dependencies(plugin: Subject) -> set[str]:
 @check(f"it must take less than {SECONDS:.0f} s: give every wait a time limit")
 def hooks_return_quickly(plugin: Subject) -> Problems:
     records, hanging, _ = _records(plugin)
-    if hanging:
-        limits = f"{SECONDS:.0f} s, or all hooks {TOTAL_SECONDS:.0f} s"
-        yield f"{hanging} took more than {limits}, or ended its process"
+    yield hanging, f"{hanging} took more than {SECONDS:.0f} s, or all hooks {TOTAL_SECONDS:.0f} s, or ended its process"
     for record in records[1:]:
-        if record["seconds"] > SECONDS:
-            yield f"{record['hook']} took {record['seconds']:.0f} s"
+        yield record["seconds"] > SECONDS, f"{record['hook']} took {record['seconds']:.0f} s"
 
 
-@check()
-def hooks_have_no_side_effects(plugin: Subject) -> Problems:
-    for record in _records(plugin)[0][1:]:
-        if record["printed"]:
-            message = f"{record['hook']} prints {record['printed'][:60]!r}"
-            yield Problem(message, "print nothing; log what users should know")
-        for what in record["changed"]:
-            yield Problem(
-                f"{record['hook']} changes the {what}",
-                "change no state of the process, or restore it; return variables for trials from flagcore_environment",
-            )
+@check(
+    "change no state of the process, or restore it; return variables for trials from flagcore_environment",
+    each=_hook_records,
+)
+def hooks_have_no_side_effects(record: Record) -> Problems:
+    fix = "print nothing; log what users should know"
+    yield record["printed"], f" prints {record['printed'][:60]!r}", fix
+    yield from (f" changes the {what}" for what in record["changed"])
 
 
-@check("return a new object: replace(chip, ...), {**environment, ...}")
-def hooks_do_not_modify_arguments(plugin: Subject) -> Problems:
-    for record in _records(plugin)[0]:
-        yield from (f"{record['hook']} modifies its argument {name}" for name in record["arguments"])
+@check("return a new object: replace(chip, ...), {**environment, ...}", each=_hook_records)
+def hooks_do_not_modify_arguments(record: Record) -> Problems:
+    return (f" modifies its argument {name}" for name in record["arguments"])
 
 
 @check("keep results in memory, or remove the file")
 def hooks_write_no_files(plugin: Subject) -> Problems:
-    yield from (f"a hook writes the file {name}" for name in _records(plugin)[2])
-
-
-def _import_record(plugin: Subject) -> list[Record]:
-    """Return the record of the import. It is empty if the import ended the process, which another check reports."""
-    return _records(plugin)[0][:1]
+    return (f"a hook writes the file {name}" for name in _records(plugin)[2])
 
 
 @once
@@ -251,34 +227,28 @@ def _records(plugin: Subject) -> tuple[list[Record], str, list[str]]:
 
 
 def _run(plugin: Subject, folder: Path, more: dict[str, str]) -> str:
+    """Run the hooks until the process ends, one of its steps exceeds SECONDS, or all of them TOTAL_SECONDS."""
     environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     paths = json.dumps([os.path.abspath(path) for path in sys.path if path])
     argv = [sys.executable, "-B", "-m", "flagcore_testing.hook_runner", plugin.entry, paths]
     with open(folder.parent / "records", "w+b") as records:
         quiet: Any = {"stdout": records, "stderr": subprocess.DEVNULL, "start_new_session": True}
         process = subprocess.Popen(argv, env={**environment, **more}, cwd=folder, **quiet)
+        begin = step = now = seconds_without_waiting(process.pid)
+        size = 0
         try:
-            _wait(process, Path(records.name))
+            while process.poll() is None and now - step <= SECONDS and now - begin <= TOTAL_SECONDS:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL_SECONDS)
+                now = seconds_without_waiting(process.pid)
+                if (written := os.stat(records.fileno()).st_size) != size:
+                    size, step = written, now
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         records.seek(0)
         return records.read().decode("utf-8", "replace")
-
-
-def _wait(process: subprocess.Popen[bytes], records: Path) -> None:
-    """Wait until the process ends, one of its steps exceeds SECONDS, or all of them TOTAL_SECONDS."""
-    begin = step = seconds_without_waiting(process.pid)
-    size = 0
-    while process.poll() is None:
-        now = seconds_without_waiting(process.pid)
-        if (written := records.stat().st_size) != size:
-            size, step = written, now
-        if now - step > SECONDS or now - begin > TOTAL_SECONDS:
-            return
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(POLL_SECONDS)
 
 
 def _files(folder: Path) -> set[str]:

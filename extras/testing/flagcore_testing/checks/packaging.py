@@ -5,8 +5,9 @@ Also of the published runs that it ships.
 
 import platform
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -25,8 +26,8 @@ from flagcore.errors import FlagError
 from flagcore.loading.entry_points import installed
 from flagcore.plugins import GROUP
 from flagcore.spec.jobs import read_job
-from flagcore_testing.kit import Problem, Problems, Skip, Subject, check, need, once, repeated, wrong
-from flagcore_testing.package import Transcript, read_toml
+from flagcore_testing.kit import Items, Problems, Skip, Subject, check, need, once, repeated, wrong
+from flagcore_testing.package import read_toml
 
 PEAKS = {"mxfp8": "fp8", "nvfp4": "fp4"}
 """The peaks of formats with another name."""
@@ -36,46 +37,43 @@ mixture of experts. 0.06 to 0.74 are known."""
 ADDRESS = re.compile(r"^https?://[\w.-]+\.\w+")
 DEVICES = ("devices", "devices_per_node")
 DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-
-
-Run = tuple[Subject, str, JobRecord | FlagError, dict[str, object]]
+Job = JobRecord | FlagError
 
 
 @once
-def _runs(plugin: Subject) -> list[Run]:
-    """Return each published run: its name in messages, the job or why it cannot be read, and the measurements."""
-    plugin.implements("flagcore_published_runs")
-    runs = list[Run]()
+def _runs(plugin: Subject) -> Items:
+    """Return each published run: its name in messages, the job or why it cannot be read, and its time of a step."""
+    runs = list[tuple[str, Subject, Job, object]]()
     for record in plugin.loaded.published_runs():
-        where, measured = f"published.jsonl: {record.get('id')!r}", record.get("measured")
+        measured = record.get("measured")
         try:
-            job: JobRecord | FlagError = read_job(record, plugins.engines())
+            job: Job = read_job(record, plugins.engines())
         except FlagError as error:
             job = error
-        runs.append((plugin, where, job, dict(measured) if isinstance(measured, dict) else {}))
+        seconds = measured.get("step_time_s") if isinstance(measured, dict) else None
+        runs.append((f"published.jsonl: {record.get('id')!r}: ", plugin, job, seconds))
     return need(runs, "the plugin has no published runs")
 
 
-@check("correct that key; docs/load.md describes job records", each=_runs)
-def published_runs_are_job_records(
-    plugin: Subject, where: str, job: JobRecord | FlagError, measured: dict[str, object]
-) -> Problems:
+@check("correct that key; docs/load.md describes job records", each=_runs, hook="published_runs")
+def published_runs_are_job_records(plugin: Subject, job: Job, seconds: object) -> Problems:
     if isinstance(job, FlagError):
-        yield f"{where}: {job}"
+        yield f"{job}"
     elif plugin.loaded.find_chip(job.chip) is None:
-        chips = ", ".join(chip.name for chip in plugin.own_chips())
-        yield Problem(f"{where}: cluster.chip = {job.chip!r} is unknown", f"name one of {chips}")
+        fix = f"name one of {', '.join(chip.name for chip in plugin.own_chips())}"
+        yield True, f"cluster.chip = {job.chip!r} is unknown", fix
 
 
-@check("give measured.step_time_s in seconds, and the number of devices of the whole job", each=_runs)
-def published_times_are_plausible(
-    plugin: Subject, where: str, job: JobRecord | FlagError, measured: dict[str, object]
-) -> Problems:
-    seconds = measured.get("step_time_s")
+@check(
+    "give measured.step_time_s in seconds, and the number of devices of the whole job",
+    each=_runs,
+    hook="published_runs",
+)
+def published_times_are_plausible(plugin: Subject, job: Job, seconds: object) -> Problems:
     if isinstance(job, FlagError) or not job.work.has_steps:
         return
     if not isinstance(seconds, int | float) or seconds <= 0:
-        yield f"{where}: measured.step_time_s = {seconds!r} is no time"
+        yield f"measured.step_time_s = {seconds!r} is no time"
         return
     chip = plugin.loaded.find_chip(job.chip)
     peak = chip.dense_flops_per_second.get(PEAKS.get(job.work.precision, job.work.precision)) if chip else None
@@ -89,31 +87,28 @@ def published_times_are_plausible(
         layer += 3 * model.hidden_size * width
         flops = 6.0 * tokens * (model.num_layers * layer + model.hidden_size * model.vocab_size)
         share = flops / (seconds * job.devices * peak.value)
-        if not low <= share <= high:
-            yield f"{where}: measured.step_time_s = {seconds:g} is {share:.2g} of the peak of {job.devices} devices"
+        text = f"measured.step_time_s = {seconds:g} is {share:.2g} of the peak of {job.devices} devices"
+        yield not low <= share <= high, text
 
 
-@check()
+@check("give each run its own id", hook="published_runs")
 def published_runs_can_be_found(plugin: Subject) -> Problems:
-    plugin.implements("flagcore_published_runs")
     records = plugin.loaded.published_runs()
     for name, times in repeated(str(each.get("id")) for each in records):
-        yield Problem(f"published.jsonl: {times} lines have the id {name!r}", "give each run its own id")
+        yield f"published.jsonl: {times} lines have the id {name!r}"
     for each in records:
         parts = (each.get("cluster"), each.get("candidate"))
         cluster, candidate = (part if isinstance(part, dict) else {} for part in parts)
         devices, node = (found if isinstance(found := cluster.get(key), int) else 0 for key in DEVICES)
         degrees = prod(degree for name in DEGREES if isinstance(degree := candidate.get(name, 1), int))
-        shown = f"cluster.devices = {devices} is no multiple of"
-        yield from wrong(
-            (not ADDRESS.match(str(each.get("source", ""))), f"source = {each.get('source')!r}",
-             "let it begin with the address of the publication: https://..."),
-            (degrees and devices % degrees, f"{shown} the parallel sizes, {degrees}",
-             "correct one of them: the rest is data parallel"),
-            (devices > node > 0 and devices % node, f"{shown} devices_per_node = {node}",
-             "count all devices of the job"),
-            where=f"published.jsonl: {each.get('id')!r}: ",
-        )  # fmt: skip
+        where = f"published.jsonl: {each.get('id')!r}: "
+        shown = f"{where}cluster.devices = {devices} is no multiple of"
+        yield (not ADDRESS.match(str(each.get("source", ""))), f"{where}source = {each.get('source')!r}",
+               "let it begin with the address of the publication: https://...")  # fmt: skip
+        fix = "correct one of them: the rest is data parallel"
+        yield degrees and devices % degrees, f"{shown} the parallel sizes, {degrees}", fix
+        is_broken, fix = devices > node > 0 and devices % node, "count all devices of the job"
+        yield is_broken, f"{shown} devices_per_node = {node}", fix
 
 
 FRAMEWORKS = {
@@ -124,7 +119,6 @@ FRAMEWORKS = {
 """Packages of which vendors ship their own builds. A dependency on such a package would replace the vendor's build."""
 BUILDS = re.compile(r"torch-\w+")
 """Matches packages that add a vendor's devices to torch."""
-COLLECTIVES = "collectives.yaml"
 DATA = {".yaml", ".jsonl", ".py", ".typed"}
 
 
@@ -132,8 +126,7 @@ DATA = {".yaml", ".jsonl", ".py", ".typed"}
 def dependencies_are_limited(plugin: Subject) -> Problems:
     requirements = [Requirement(text) for text in plugin.packaged.requires]
     core = [each for each in requirements if canonicalize_name(each.name) == "flagcore"]
-    if not core:
-        yield "pyproject.toml: dependencies does not name flagcore"
+    yield not core, "pyproject.toml: dependencies does not name flagcore"
     for each in core:
         if not any(part.operator in ("<", "<=", "==", "~=") for part in each.specifier):
             yield f"pyproject.toml: {each} has no upper bound"
@@ -142,10 +135,9 @@ def dependencies_are_limited(plugin: Subject) -> Problems:
     for each in requirements:
         optional = each.marker is not None and not each.marker.evaluate({"extra": ""})
         name = canonicalize_name(each.name)
-        if not optional and (name in FRAMEWORKS or BUILDS.fullmatch(name)):
-            text = f"pyproject.toml: dependencies has '{each}', which pip would install over the vendor's build"
-            fix = "remove it; trials use what is installed, and [project.optional-dependencies] may name it"
-            yield Problem(text, fix)
+        yield (not optional and (name in FRAMEWORKS or BUILDS.fullmatch(name)),
+               f"pyproject.toml: dependencies has '{each}', which pip would install over the vendor's build",
+               "remove it; trials use what is installed, and [project.optional-dependencies] may name it")  # fmt: skip
 
 
 @check()
@@ -154,7 +146,7 @@ def metadata_is_complete(plugin: Subject) -> Problems:
     name, own = canonicalize_name(package.name), 'add it to [project], the version as "0.1.0"'
     points = [(other, each[0]) for other, each in installed(GROUP).items() if each[0].value != plugin.entry]
     taken = [other for other, each in points if each.dist and name and canonicalize_name(each.dist.name) == name]
-    yield from wrong(
+    cases = (
         (plugin.entry not in package.points.values(), f"no entry point of {GROUP} names {plugin.entry}",
          f'write [project.entry-points."{GROUP}"] and below it NAME = "{plugin.entry}"'),
         (not name, "name is missing", own),
@@ -167,8 +159,8 @@ def metadata_is_complete(plugin: Subject) -> Problems:
         (not _is_valid(Version, package.version), f"version = {package.version!r} is invalid", own),
         (package.license.strip() and not _is_valid(canonicalize_license_expression, package.license),
          f"license = {package.license!r}", "write an SPDX expression, such as Apache-2.0"),
-        where="pyproject.toml: ",
     )  # fmt: skip
+    return wrong(cases, "pyproject.toml: ")
 
 
 def _is_valid(read: Callable[[str], object], text: str) -> bool:
@@ -205,10 +197,9 @@ def files_are_read(plugin: Subject) -> Problems:
         if is_data and not is_code and path.name not in known and path.name not in code:
             near = next(iter(get_close_matches(path.name, known, n=1)), "")
             fix = f"rename it to {near}" if near else f"the files are {', '.join(known)}"
-            yield Problem(f"{package.name}/{path.name} is not read", fix)
+            yield True, f"{package.name}/{path.name} is not read", fix
     for path in sorted((package / "chips").glob("*")):
-        if path.suffix != ".yaml":
-            yield Problem(f"{package.name}/chips/{path.name} is not read", f"rename it to {path.stem}.yaml")
+        yield path.suffix != ".yaml", f"{package.name}/chips/{path.name} is not read", f"rename it to {path.stem}.yaml"
 
 
 @check("name the package in `packages` of [tool.hatch.build.targets.wheel], and remove `exclude`")
@@ -224,8 +215,7 @@ def wheel_contains_data_files(plugin: Subject) -> Problems:
     for path in sorted(package.rglob("*")):
         name = path.relative_to(package.parent).as_posix()
         data = path.is_file() and path.suffix in DATA and "__pycache__" not in name
-        if data and name not in packed:
-            yield f"the wheel of {source.name} leaves out {name}"
+        yield data and name not in packed, f"the wheel of {source.name} leaves out {name}"
 
 
 CONFORMANCE = re.compile(r"^class Test\w*\(.*\bPluginConformance\b", re.M)
@@ -239,19 +229,17 @@ def tests_run_the_checks(plugin: Subject) -> Problems:
     need(tests.is_dir(), "the plugin has no folder tests")
     texts = {path: path.read_text("utf-8", "replace") for path in sorted(tests.rglob("test_*.py"))}
     running = {path.name: text for path, text in texts.items() if CONFORMANCE.search(text)}
-    if not running:
-        yield "tests/test_conformance.py runs no PluginConformance"
+    yield not running, "tests/test_conformance.py runs no PluginConformance"
     for name, text in running.items():
         if skipped := SKIPPED.search(text):
-            yield Problem(f"tests/{name} has {skipped[0]}: the checks do not run", "remove it")
-        if not re.search(r"def plugin\(self", text):
-            fix = "add the fixture `plugin`, which returns the object of the entry point"
-            yield Problem(f"tests/{name} has no fixture named plugin: each check fails there", fix)
-        if plugin.package not in IMPORTS.findall(text):
-            yield Problem(f"tests/{name} does not import {plugin.package}", f"import {plugin.package}.hooks")
+            yield True, f"tests/{name} has {skipped[0]}: the checks do not run", "remove it"
+        yield ("def plugin(self" not in text, f"tests/{name} has no fixture named plugin: each check fails there",
+               "add the fixture `plugin`, which returns the object of the entry point")  # fmt: skip
+        is_imported, fix = plugin.package in IMPORTS.findall(text), f"import {plugin.package}.hooks"
+        yield not is_imported, f"tests/{name} does not import {plugin.package}", fix
 
 
-@check()
+@check("write the same name")
 def project_is_built_and_named(plugin: Subject) -> Problems:
     build, package = read_toml(plugin.source / "pyproject.toml").get("build-system", {}), plugin.packaged
     backend, requires = str(build.get("build-backend", "")), " ".join(map(str, build.get("requires", ())))
@@ -261,13 +249,7 @@ def project_is_built_and_named(plugin: Subject) -> Problems:
     named -= {"flagcore-testing"}
     words, vendors = {*re.findall(r"\w+", package.description.casefold())}, {chip.vendor for chip in plugin.chips}
     foreign = sorted(words & {chip.vendor for chip in plugin.others.chips()})
-    near = [
-        (entry, vendor)
-        for entry in package.points
-        for vendor in vendors
-        if entry != vendor and get_close_matches(entry, [vendor], cutoff=0.8)
-    ]
-    yield from wrong(
+    yield from (
         (not is_built,
          f"pyproject.toml: build-system.build-backend = {backend!r}, and requires has {requires or 'nothing'}",
          'write requires = ["hatchling"] and build-backend = "hatchling.build"'),
@@ -276,57 +258,52 @@ def project_is_built_and_named(plugin: Subject) -> Problems:
          "name the distribution of pyproject.toml, which users install"),
         (foreign and not words & vendors,
          f"pyproject.toml: description is of {', '.join(foreign)}: {package.description!r}", "describe this plugin"),
-        *((True, f"pyproject.toml: the entry point is named {entry!r}, but the vendor is {vendor!r}",
-           "write the same name") for entry, vendor in near),
     )  # fmt: skip
+    for entry, vendor in product(package.points, vendors):
+        is_near = entry != vendor and get_close_matches(entry, [vendor], cutoff=0.8)
+        yield is_near, f"pyproject.toml: the entry point is named {entry!r}, but the vendor is {vendor!r}"
 
 
 MARK = "TODO"
 """Mark of a placeholder in files of `flag plugins new`."""
 
 
-@check()
+@check("correct maturity.yaml or the files")
 def maturity_matches_the_files(plugin: Subject) -> Problems:
     chips = {chip.name.casefold(): chip.name for chip in plugin.own_chips()}
     if read_maturity(plugin.package) is None:
         fix = "write maturity.yaml: `flag plugins list` shows the maturity of the data"
-        yield Problem(f"{plugin.package} has no maturity.yaml", fix)
+        yield True, f"{plugin.package} has no maturity.yaml", fix
         return
     maturity, shared = plugin.maturity, {chip for chip, file in shared_costs(plugin.package) if file == "curve.yaml"}
     claims = (*maturity.run_on_hardware, *maturity.checked_on_transcripts, *maturity.from_documents)
     run, described = _chips_of(maturity.run_on_hardware), _chips_of(claims, "facts of the chips")
     works = [each for chip, each in plugin.pairs() if plugin.loaded.engine_support(chip, each).support is Support.YES]
-    measured = _folders_with(plugin, "provenance.yaml", without="\nsource:")
-    yield from wrong(
-        *((name not in chips.values(), f"{each.what!r} names the unknown chip {name!r}", "name chips of chips/*.yaml")
-          for each in claims for name in each.chips),
-        *((True, f"{chips[name]} is missing in 'facts of the chips'",
-           "list every chip there, with how its facts were checked") for name in sorted(chips.keys() - described)),
-        *((True, f"run_on_hardware lacks {name}, although costs/{name} has measured kernels",
-           "add the kernel times there, with software and date") for name in sorted(measured - run)),
-        where="maturity.yaml: ",
-    )  # fmt: skip
-    if works and not run:
-        text = f"engines.yaml says works: true ({works[0]}), but maturity.yaml has no run_on_hardware"
-        yield Problem(text, "add the run, or remove works: true")
+    for what, name in ((each.what, name) for each in claims for name in each.chips if name not in chips.values()):
+        yield True, f"maturity.yaml: {what!r} names the unknown chip {name!r}", "name chips of chips/*.yaml"
+    for name in sorted(chips.keys() - described):
+        fix = "list every chip there, with how its facts were checked"
+        yield True, f"maturity.yaml: {chips[name]} is missing in 'facts of the chips'", fix
+    for name in sorted(_folders_with(plugin, "provenance.yaml", without="\nsource:") - run):
+        text = f"maturity.yaml: run_on_hardware lacks {name}, although costs/{name} has measured kernels"
+        yield True, text, "add the kernel times there, with software and date"
+    text = f"engines.yaml says works: true ({[*works, ''][0]}), but maturity.yaml has no run_on_hardware"
+    yield works and not run, text, "add the run, or remove works: true"
     kernels = _folders_with(plugin, "kernels.jsonl") | _folders_with(plugin, "curve.yaml") | shared
-    curves = _folders_with(plugin, COLLECTIVES)
-    yield from _disagreements(COLLECTIVES, "collectives", _chips_of(claims, "collectives", "all-reduces"), curves)
-    kernel_files = "curve.yaml or kernels.jsonl"
-    yield from _disagreements(kernel_files, "kernel times", _chips_of(claims, "kernel times"), kernels)
+    curves = _folders_with(plugin, "collectives.yaml")
+    for file, what, claimed, shipped in (
+        ("collectives.yaml", "collectives", _chips_of(claims, "collectives", "all-reduces"), curves),
+        ("curve.yaml or kernels.jsonl", "kernel times", _chips_of(claims, "kernel times"), kernels),
+    ):
+        for name in sorted(claimed ^ shipped):
+            problem = f"names {what} of {name}" if name in claimed else f"does not name the {what} of {name}"
+            yield f"maturity.yaml {problem}: costs/{name} and {file} disagree"
 
 
 def _chips_of(claims: Sequence[Claim], *words: str) -> set[str]:
     """Return the chips of the claims with one of the words, in lower case like the folders of costs."""
     found = (claim.chips for claim in claims if not words or any(word in claim.what for word in words))
     return {name.casefold() for names in found for name in names}
-
-
-def _disagreements(file: str, what: str, claimed: set[str], shipped: set[str]) -> Iterator[Problem]:
-    for name in sorted(claimed ^ shipped):
-        problem = f"names {what} of {name}" if name in claimed else f"does not name the {what} of {name}"
-        text = f"maturity.yaml {problem}: costs/{name} and {file} disagree"
-        yield Problem(text, "correct maturity.yaml or the files")
 
 
 @check("name each file of tests/smi once under checked_on_transcripts")
@@ -337,35 +314,26 @@ def maturity_matches_the_transcripts(plugin: Subject) -> Problems:
         problem = "is missing, but maturity.yaml names it" if name in named_files else "is not named in maturity.yaml"
         yield f"tests/smi/{name} {problem}"
     for claim in claims if plugin.chips else ():  # another check reports that they cannot be read
-        yield from _claim_problems(plugin, claim, [by_name[name] for name in claim.files if name in by_name])
-
-
-def _claim_problems(plugin: Subject, claim: Claim, files: Sequence[Transcript]) -> Iterator[Problem]:
-    where, listed = f"maturity.yaml: {claim.what!r}", [one.chip for each in files for one in each.lists]
-    for each in files:
-        if each.tool and each.tool not in claim.by:
-            yield Problem(f"{where} has tool: {claim.by}, but {each.name} is of {each.tool}", "name that tool")
-    if len(files) == len(claim.files) and all(each.tool and each.lists for each in files):
-        found = {chip.name for chip in plugin.chips if any(map(chip.has_name, listed))}
-        for name in sorted({*claim.chips} - found):
-            yield Problem(f"{where} has the chip {name}, which its files do not list", "leave it out")
+        where, files = f"maturity.yaml: {claim.what!r}", [by_name[name] for name in claim.files if name in by_name]
+        for each in (each for each in files if each.tool and each.tool not in claim.by):
+            yield True, f"{where} has tool: {claim.by}, but {each.name} is of {each.tool}", "name that tool"
+        if len(files) == len(claim.files) and all(each.tool and each.lists for each in files):
+            listed = [one.chip for each in files for one in each.lists]
+            found = {chip.name for chip in plugin.chips if any(map(chip.has_name, listed))}
+            for name in sorted({*claim.chips} - found):
+                yield True, f"{where} has the chip {name}, which its files do not list", "leave it out"
 
 
 @check()
 def no_placeholders_are_left(plugin: Subject) -> Problems:
-    if places := list(_placeholders(plugin)):
-        raise Skip(f"to fill in: {', '.join(places)}")
-    yield from ()
-
-
-def _placeholders(plugin: Subject) -> Iterator[str]:
-    folder = plugin.packaged.folder or plugin.package_folder
+    folder, places = plugin.packaged.folder or plugin.package_folder, list[str]()
     suffixes = {".yaml", ".py", ".md", ".toml", ".jsonl"}
     for path in sorted(folder.rglob("*")):
         if path.suffix in suffixes and not any(part.startswith(".") for part in path.relative_to(folder).parts):
-            for number, line in enumerate(path.read_text("utf-8", "replace").splitlines(), 1):
-                if MARK in line:
-                    yield f"{path.relative_to(folder)}:{number}"
+            lines = enumerate(path.read_text("utf-8", "replace").splitlines(), 1)
+            places += [f"{path.relative_to(folder)}:{number}" for number, line in lines if MARK in line]
+    need(not places, f"to fill in: {', '.join(places)}")
+    return ()
 
 
 def _folders_with(plugin: Subject, file: str, without: str = "\0") -> set[str]:

@@ -39,7 +39,7 @@ from flagcore.domain.chip import Chip
 from flagcore.domain.knob import Effect
 from flagcore_testing.checks.bounds import BANDWIDTH, HOST, LINK, MEMORY, NIC, PEAK, USABLE, WATTS
 from flagcore_testing.checks.detector import detector_of
-from flagcore_testing.kit import Problem, Problems, Subject, check, need
+from flagcore_testing.kit import Problems, Subject, check, need
 
 FILE = "tests/facts.yaml"
 KEYS = {MEMORY: "memory", BANDWIDTH: "bandwidth", LINK: "link", HOST: "host", NIC: "nic", WATTS: "power"}
@@ -84,46 +84,41 @@ def _facts(plugin: Subject) -> Facts:
 def figures_agree_with_their_second_entry(plugin: Subject) -> Problems:
     content, known = _facts(plugin).chips, {chip.name: chip for chip in plugin.own_chips()}
     for name in sorted(content.keys() - known.keys()):
-        yield Problem(f"{FILE} has {name!r}, which is no chip of the plugin", "write the chip's name")
+        yield True, f"{FILE} has {name!r}, which is no chip of the plugin", "write the chip's name"
     for name, chip in known.items():
         entry = {key: str(value) for key, value in (content.get(name) or {}).items()}
         for path, fact in chip.figures.items():
             key = KEYS.get(path, path.removeprefix(PEAK))
             yield from _figure_problems(chip, key, path, fact.value, entry.pop(key, None))
-        yield from _counts(chip, entry)
+        link = chip.link
+        domain = f"{link.domain_size or ''}{', whole' if link.whole_domains else ''}" if link else ""
+        for key, value in (("node", chip.devices_per_node), ("card", chip.devices_per_card), ("domain", domain)):
+            text = entry.pop(key, "1" if key == "card" else "")
+            shown = f"{FILE} has {key}: {text}" if text else f"{FILE} has no {key} of {chip.name}"
+            yield text != str(value), f"{chip.name}: {COUNTS[key]} = {value or 'null'}, but {shown}"
+        for key in sorted(entry):
+            fix = "remove it, or add the figure"
+            yield True, f"{FILE}: {chip.name} has {key!r}, which the chip's file does not have", fix
 
 
-def _figure_problems(chip: Chip, key: str, path: str, value: float, text: str | None) -> Iterator[str | Problem]:
+def _figure_problems(chip: Chip, key: str, path: str, value: float, text: str | None) -> Problems:
     """Yield how a figure differs from its second entry `text`, or why the entry cannot be read."""
-    shown = f"{chip.name}: {path} = {value:g}"
     if text is None:
         fix = f"add {key} with the number and unit of its source, such as {_example(key)}"
-        yield Problem(f"{FILE}: {chip.name} has no {key}, and {path} = {value:g}", fix)
+        yield True, f"{FILE}: {chip.name} has no {key}, and {path} = {value:g}", fix
         return
     try:
         derived = _value(key, text, chip)
     except ValueError as error:
-        yield Problem(f"{FILE}: {chip.name}.{key} = {text!r}: {error}", f"write for example {_example(key)}")
+        yield True, f"{FILE}: {chip.name}.{key} = {text!r}: {error}", f"write for example {_example(key)}"
         return
     if key == "link" and chip.link and not PCIE.fullmatch(text):
         joined = (JOINED.search(text) or [""])[0].replace(" ", "-")
-        if joined != chip.link.topology and (joined or chip.link.topology != "pcie"):
-            yield f"{chip.name}: link.topology = {chip.link.topology}, but {FILE} has link: {text}"
+        is_other = joined != chip.link.topology and (joined or chip.link.topology != "pcie")
+        yield is_other, f"{chip.name}: link.topology = {chip.link.topology}, but {FILE} has link: {text}"
     sizes = (derived, derived * 1e9 / 2**30) if key == "memory" and "GB" in text else (derived,)
-    if not any(abs(value - size) < TOLERANCE * size for size in sizes):
-        yield f"{shown}, but {FILE} has {key}: {text}, which is {derived:.4g}"
-
-
-def _counts(chip: Chip, entry: dict[str, str]) -> Iterator[str | Problem]:
-    """Yield the numbers of devices that differ, and the keys that are left."""
-    link, fix = chip.link, "remove it, or add the figure"
-    domain = f"{link.domain_size or ''}{', whole' if link.whole_domains else ''}" if link else ""
-    for key, value in (("node", chip.devices_per_node), ("card", chip.devices_per_card), ("domain", domain)):
-        if (text := entry.pop(key, "1" if key == "card" else "")) != str(value):
-            shown = f"{FILE} has {key}: {text}" if text else f"{FILE} has no {key} of {chip.name}"
-            yield f"{chip.name}: {COUNTS[key]} = {value or 'null'}, but {shown}"
-    for key in sorted(entry):
-        yield Problem(f"{FILE}: {chip.name} has {key!r}, which the chip's file does not have", fix)
+    is_same = any(abs(value - size) < TOLERANCE * size for size in sizes)
+    yield not is_same, f"{chip.name}: {path} = {value:g}, but {FILE} has {key}: {text}, which is {derived:.4g}"
 
 
 def _value(key: str, text: str, chip: Chip) -> float:
@@ -149,15 +144,14 @@ def _value(key: str, text: str, chip: Chip) -> float:
 
 def _example(key: str) -> str:
     examples = {"memory": "64 GB", "power": "400 W", "link": "400 GB/s both ways mesh", "host": "PCIe 5.0 x16"}
-    examples |= {"usable": "63.4 GiB", "nic": "200 Gb/s", "bandwidth": "1.6 TB/s"}
-    return examples.get(key, "300 TFLOP/s dense")
+    return {**examples, "usable": "63.4 GiB", "nic": "200 Gb/s", "bandwidth": "1.6 TB/s"}.get(key, "300 TFLOP/s dense")
 
 
 @check(f"read the vendor's files again, and correct the name or value, or its second entry in {FILE}")
 def settings_agree_with_their_second_entry(plugin: Subject) -> Problems:
     section, used = _facts(plugin).settings, dict(_settings(plugin))
     for key in sorted({*section} - {*used}):
-        yield Problem(f"{FILE}: settings has {key!r}", f"write {', '.join(used)}")
+        yield True, f"{FILE}: settings has {key!r}", f"write {', '.join(used)}"
     for key, names in used.items():
         entry = section.get(key) or []
         listed = {str(each) for each in (entry if isinstance(entry, list) else [entry]) if each}

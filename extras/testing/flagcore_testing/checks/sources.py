@@ -11,7 +11,7 @@ from flagcore_vendorkit.fields import SOURCE_KEYS
 from flagcore.domain.chip import Chip, Fact, Link
 from flagcore_testing.checks.bounds import BANDWIDTH, BF16, FP16, HOST, LINK, MEMORY, NIC, PEAK, WATTS
 from flagcore_testing.checks.chips import mappings
-from flagcore_testing.kit import Problem, Problems, Subject, check, chips, linked, wrong
+from flagcore_testing.kit import Problems, Subject, check, chips, linked
 
 ONE_WAY = re.compile(r"one way|one direction|each direction|unidirectional|halved|half of|\u5355\u5411", re.I)
 """Words that confirm the rate of one device in one direction."""
@@ -46,37 +46,37 @@ def is_close(value: float, other: float, tolerance: float = 0.01) -> bool:
     return abs(value / other - 1) < tolerance if other else False
 
 
-@check(
+DIRECTION = (
     "give what one device sends in one direction, half of what is published for both; say 'one way' in the source or "
-    "the notes",
-    each=linked,
+    "the notes"
 )
+
+
+@check(DIRECTION, each=linked)
 def link_rates_are_one_way_and_of_all_links(chip: Chip, link: Link) -> Problems:
     fact, detail = link.bytes_per_second, link.bytes_per_second.source.detail
-    shown = f"{chip.name}: {LINK} = {fact.value:g}"
+    shown, two_way = f"{LINK} = {fact.value:g}", BOTH_WAYS.search(detail)
     if link.topology not in ("pcie", "shared-memory") and not ONE_WAY.search(f"{detail} {chip.notes}"):
-        two_way = BOTH_WAYS.search(detail)
         yield f"{shown} {f'has a source for {two_way[0]!r}' if two_way else 'does not say whether it is one way'}"
     has_peers = min(chip.devices_per_node, link.domain_size or 3) >= 3
     for one in map(_number, ONE_LINK.finditer(detail)) if has_peers and link.topology in ("mesh", "switch") else ():
-        if is_close(fact.value, one) or is_close(fact.value, 0.5 * one):
-            fix = "add the rates of all links of a device: collectives use them together"
-            yield Problem(f"{shown} is that of one of its links", fix)
+        is_one = is_close(fact.value, one) or is_close(fact.value, 0.5 * one)
+        fix = "add the rates of all links of a device: collectives use them together"
+        yield is_one, f"{shown} is that of one of its links", fix
 
 
 @check("give what one direction of PCIe carries: 1.6e+10 for 3.0 x16, 3.2e+10 for 4.0, 6.4e+10 for 5.0", each=chips)
 def pcie_rates_are_one_way(chip: Chip) -> Problems:
-    over_pcie = chip.link is not None and chip.link.topology == "pcie"
-    for key, fact in ((key, chip.figures.get(key)) for key in (HOST, *((LINK,) if over_pcie else ()))):
-        if fact is None:
-            continue
-        words = f"{chip.link.name if chip.link and key == LINK else ''} {fact.source.detail}"
-        limit, shown = _pcie_rate(words), f"{chip.name}: {key} = {fact.value:g}"
-        is_half = limit and is_close(fact.value / limit, 0.5) and not re.search(r"halved|share|device of|die\b", words)
-        if limit and (not 0.4 * limit < fact.value < 1.05 * limit or is_half):
-            yield f"{shown}, but one direction of its interface carries {limit:g}"
-        elif fact.value > LARGEST_PCIE and not ONE_WAY.search(f"{words} {chip.notes}"):
-            yield f"{shown} is above PCIe 5.0, and its source does not say 'one way'"
+    name = chip.link.name if chip.link and chip.link.topology == "pcie" else None
+    for key, words in ((HOST, ""), *(() if name is None else ((LINK, name),))):
+        if fact := chip.figures.get(key):
+            words, value, shown = f"{words} {fact.source.detail}", fact.value, f"{key} = {fact.value:g}"
+            limit = _pcie_rate(words)
+            is_half = limit and is_close(value / limit, 0.5) and not re.search(r"halved|share|device of|die\b", words)
+            if limit and (not 0.4 * limit < value < 1.05 * limit or is_half):
+                yield f"{shown}, but one direction of its interface carries {limit:g}"
+            elif value > LARGEST_PCIE and not ONE_WAY.search(f"{words} {chip.notes}"):
+                yield f"{shown} is above PCIe 5.0, and its source does not say 'one way'"
 
 
 def _pcie_rate(words: str) -> float | None:
@@ -87,24 +87,20 @@ def _pcie_rate(words: str) -> float | None:
     return max(transfers) * max(lanes, default=16) / 8 * 1e9 if transfers else None
 
 
-@check(
-    "give one device's figure: one direction, in bytes, dense; divide what the devices of a card or node share",
-    each=chips,
-)
+ONE_DEVICE = "give one device's figure: one direction, in bytes, dense; divide what the devices of a card or node share"
+COPY = "copy the figure of the source; of a card or a node, say so: 'halved', or its share"
+COMPUTE = "correct the figure, or the units, clock and operations in its source: a multiply-add is two operations"
+
+
+@check(ONE_DEVICE, each=chips)
 def figures_match_their_sources(chip: Chip) -> Problems:
     for key, fact in chip.figures.items():
-        shown = f"{chip.name}: {key} = {fact.value:g}"
-        if why := next(_differences(key, fact, chip), ""):
-            yield f"{shown}, {why}"
-        said, derived = _said(key, fact), _derived(key, fact.source.detail)
-        for values, low, high, fix in (
-            (said, 0.93, 1.05, "copy the figure of the source; of a card or a node, say so: 'halved', or its share"),
-            (derived, 0.88, 1.12,
-             "correct the figure, or the units, clock and operations in its source: a multiply-add is two operations"),
-        ):  # fmt: skip
-            if values and not any(low < fact.value / number < high for number in values.values()):
-                text = ", ".join(f"{text} = {value:.4g}" for text, value in values.items())
-                yield Problem(f"{shown}, but its source has {text}", fix)
+        yield from (f"{key} = {fact.value:g}, {why}" for why in [*_differences(key, fact, chip)][:1])
+        derived = _derived(key, fact.source.detail)
+        for values, low, high, fix in ((_said(key, fact), 0.93, 1.05, COPY), (derived, 0.88, 1.12, COMPUTE)):
+            is_other = values and not any(low < fact.value / number < high for number in values.values())
+            text = ", ".join(f"{text} = {value:.4g}" for text, value in values.items())
+            yield is_other, f"{key} = {fact.value:g}, but its source has {text}", fix
 
 
 POWERS_OF_TEN = (1e-3, 1e-2, 0.1, 10.0, 1e2, 1e3)
@@ -242,39 +238,41 @@ FIND = (
 )
 
 
-@check()
+@check(FIND)
 def sources_are_dated_and_found(plugin: Subject) -> Problems:
     for name, content in plugin.yaml_files("**/*.yaml"):
         for path, entry in mappings(content):
             where, kind, words = f"{name}: {path}", entry.get("kind"), " ".join(map(str, entry.values()))
             place, document, how = (str(entry.get(key))[:80] for key in ("where", "document", "how"))
             for key in DATES & entry.keys():
-                yield from _date_problem(f"{where}{key}", key, entry[key])
+                if problem := _date_problem(key, entry[key]):
+                    fix = "write the day on which you did it, as 2026-11-02, or 2026-11"
+                    yield True, f"{where}{key} = {problem}", fix
             for key in sorted(map(str, entry.keys() - SOURCE_WORDS)) if "kind" in entry else ():
                 if near := get_close_matches(key, SOURCE_WORDS, n=1, cutoff=0.75):
-                    yield Problem(f"{where}{key} is unknown", f"write {near[0]}")
-            yield from wrong(
+                    yield True, f"{where}{key} is unknown", f"write {near[0]}"
+            yield from (
                 (kind == "measured" and not entry.get("date"), f"{where.rstrip('.')} is measured, but has no date",
                  "add date: 2026-11-02, and preferably software and repeats; measurements of others are published"),
                 (kind == "published" and not ADDRESS.search(str(entry.get("where"))) and not WAIVED.search(words),
-                 f"{where}where = {place!r} has no address", FIND),
+                 f"{where}where = {place!r} has no address"),
                 (kind == "datasheet" and not (DOCUMENT.search(words) or ADDRESS.search(words)),
-                 f"{where}document = {document!r} has no page, revision or address", FIND),
+                 f"{where}document = {document!r} has no page, revision or address"),
                 (kind == "measured" and OF_OTHERS.search(str(entry.get("how"))), f"{where}how = {how!r} is of others",
                  "write kind: published with where: measured means by the authors of this plugin"),
             )  # fmt: skip
 
 
-def _date_problem(where: str, key: str, value: object) -> Iterator[Problem]:
-    text, fix = str(value), "write the day on which you did it, as 2026-11-02, or 2026-11"
+def _date_problem(key: str, value: object) -> str:
+    """Return a date with what is wrong with it, or an empty string."""
+    text = str(value)
     try:
         date.fromisoformat(f"{text}-01-01"[:10])
         is_date = isinstance(value, date | datetime) or DATE.fullmatch(text) is not None
     except ValueError:
         is_date = False
     if not is_date:
-        yield Problem(f"{where} = {value!r} is not a date", fix)
-    elif text[:10] > str(date.today() + timedelta(days=1)):
-        yield Problem(f"{where} = {value} is in the future", fix)
-    elif key in OPENED and text[:4] < FIRST_YEAR:
-        yield Problem(f"{where} = {value} is long ago", fix)
+        return f"{value!r} is not a date"
+    if text[:10] > str(date.today() + timedelta(days=1)):
+        return f"{value} is in the future"
+    return f"{value} is long ago" if key in OPENED and text[:4] < FIRST_YEAR else ""
