@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from flagcore.domain.model import Model
 from flagcore_models.keys import section_of
 
 
@@ -31,3 +32,11 @@ def format_of_weights(config: Mapping[str, Any]) -> str | None:
     kind = "fp" if weights.get("type") == "float" else "int"
     name = f"{kind}{weights.get('num_bits')}"
     return {"fp4": "nvfp4", "fp8": "fp8", "int8": "int8", "int4": "int4"}.get(name)
+
+
+def has_fp8_cache(model: Model, methods: tuple[str, ...]) -> bool:
+    """Return whether the config.json of a model quantized by one of the `methods` says that the KV cache has FP8."""
+    stated, start = dict(model.unread), "quantization_config."
+    cache = [stated.get(start + key, "") for key in ("kv_cache_scheme", "kv_cache_quant_algo")]
+    is_fp8 = "FP8" in cache or "'num_bits': 8" in cache[0]
+    return is_fp8 and stated.get(f"{start}quant_method", "").startswith(methods)

@@ -437,6 +437,7 @@ MIXED = ["Mamba2", "2", "-", "-"]
         ("gemma2", WINDOW, ["2 128", "2", "2 128", "2"]),
         ("mimo2", WINDOW | {"attention.sliding_window_pattern": [True, True, False, False]}, 2 * ["2 128"] + 2 * ["2"]),
         ("llama", WINDOW, ["2", "2", "2", "2"]),
+        ("glm4moe", {"nextn_predict_layers": 1}, ["2", "2", "2"]),
         ("qwen3next", STATES | {"ssm.group_count": 4}, [*["GatedDeltaNet"] * 3, "2"]),
         ("granitehybrid", STATES | SECOND | {"ssm.group_count": 1}, ["Mamba2", "2", "Mamba2", "Mamba2"]),
         ("falcon-h1", STATES | {"ssm.group_count": 1}, ["Mamba2", "2"] * 4),

@@ -15,6 +15,7 @@ from flagcore_importers.programs import release, strip_dashes
 from flagcore_models.layers import attention_counts, latent_layers, mixer_counts, state_bytes
 from flagcore_models.mixers.compressed_attention import CompressedAttention
 from flagcore_models.mixers.latent_attention import LatentAttention
+from flagcore_models.quantized import has_fp8_cache
 from flagcore_serving.job import EngineArg
 from flagcore_serving.space import adapters, knobs
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
@@ -326,7 +327,8 @@ def element_bytes(task: Task, columns: Columns) -> FloatArray:
     """Return the bytes per element of the KV cache.
 
     By default, sparse latent attention has a cache in fp8 on chips with a compute capability of 10 or more (0.5.6 and
-    0.5.14 `server_args.py`, 0.5.23 `arg_groups/overrides.py`).
+    0.5.14 `server_args.py`, 0.5.23 `arg_groups/overrides.py`), and checkpoints of ModelOpt have what they state (0.5.23
+    `mem_cache/kv_cache_dtype.py`).
     """
     element = PROGRAM.element_bytes(columns)
     default = (columns[KV] == 0) | (columns[KV] == PROGRAM.code(KV, "auto"))
@@ -335,9 +337,8 @@ def element_bytes(task: Task, columns: Columns) -> FloatArray:
     capability = re.fullmatch(r"sm_(\d+)\d[a-z]?", task.cluster.groups[0].chip.architecture)
     is_new = capability is not None and int(capability[1]) >= 10
     is_sparse = any(isinstance(each, LatentAttention) and each.indexer for each in attention_counts(task.spec.model))
-    if not (is_new and is_sparse):
-        return element
-    return np.where(default, 1.0, element)
+    is_narrow = (is_new and is_sparse) or has_fp8_cache(task.spec.model, ("modelopt",))
+    return np.where(default, 1.0, element) if is_narrow else element
 
 
 def _is_compressed(task: Task) -> bool:

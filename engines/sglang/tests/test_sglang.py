@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from flagcore_models.catalogue import public_model
+from flagcore_models.config import model_of_config
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_models.mixers.indexer import Indexer
 from flagcore_sglang.engine import ENGINE as ENGINE
@@ -124,6 +125,31 @@ def test_sparse_latent_attention_caches_fp8_by_default_on_new_chips(
     assert settings(task, **words).cache_element_bytes.item() == 2.0
     task = replace(task, spec=replace(task.spec, model=SPARSE))
     assert settings(task, **words).cache_element_bytes.item() == element
+
+
+@pytest.mark.parametrize(
+    ("engine", "method", "stated", "element"),
+    [
+        ("vllm", "compressed-tensors", {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, 1.0),
+        ("vllm", "modelopt", {"kv_cache_quant_algo": "FP8"}, 1.0),
+        ("sglang", "compressed-tensors", {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, 2.0),
+        ("sglang", "modelopt", {"kv_cache_quant_algo": "FP8"}, 1.0),
+        ("sglang", "modelopt", {"kv_cache_quant_algo": None}, 2.0),
+    ],
+)
+def test_a_checkpoint_may_state_the_type_of_the_cache(
+    engine: str, method: str, stated: dict[str, object], element: float
+) -> None:
+    config: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256}
+    config |= {
+        "intermediate_size": 512,
+        "num_attention_heads": 8,
+        "vocab_size": 1000,
+        "quantization_config": {"quant_method": method, **stated},
+    }
+    task = planned(engine, model=model_of_config(config, name="", file="config.json"))
+    assert settings(task).cache_element_bytes.item() == element
+    assert settings(task, kv_cache_type="bfloat16").cache_element_bytes.item() == 2.0
 
 
 def test_compressed_attention_has_its_own_defaults() -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 import numpy as np
 from flagcore_importers.programs import release, strip_dashes
 from flagcore_models.layers import latent_layers, state_bytes
+from flagcore_models.quantized import has_fp8_cache
 from flagcore_serving.job import EngineArg
 from flagcore_serving.space import adapters, knobs
 from flagcore_serving.space.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
@@ -268,7 +269,12 @@ def block_tokens(task: Task, columns: Columns) -> IntArray:
 
 
 def _element_bytes(task: Task, columns: Columns) -> FloatArray:
+    """Return the bytes per element of the KV cache: by default, what the checkpoint states (0.32
+    `utils/torch_utils.py`, `layers/attention/attention.py`), or those of the model's type."""
     is_wide = PROGRAM.parse(task.spec).others.get("dtype") in ("float32", "float")
+    is_default = (columns[KV] == 0) | (columns[KV] == PROGRAM.code(KV, "auto"))
+    if has_fp8_cache(task.spec.model, ("compressed-tensors", "modelopt")):
+        return np.where(is_default, 1.0, PROGRAM.element_bytes(columns))
     return np.where((columns[KV] == 0) & is_wide, 4.0, PROGRAM.element_bytes(columns))
 
 
