@@ -215,6 +215,7 @@ def test_published_run_overlaps_its_exchange_with_a_distributed_optimizer() -> N
     [
         (tasks.EXPERTS, "Qwen3-30B-A3B", True),
         (tasks.EXPERTS, "openai/gpt-oss-120b", False),
+        (tasks.EXPERTS, "deepseek-ai/deepseek-moe-16b-base", True),
         (LATENT, "moonshotai/Moonlight-16B-A3B", False),
         (LATENT, "deepseek-ai/DeepSeek-V3", True),
     ],
