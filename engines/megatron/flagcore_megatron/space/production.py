@@ -284,8 +284,9 @@ _YARN = {
     is_latent: re.compile(names, re.IGNORECASE)
     for is_latent, names in ((True, r"deepseek|kimi"), (False, r"gpt[-_ ]?oss"))
 }
-"""Models with YaRN, by whether they have latent attention. Latent attention has a fused rotary embedding only with YaRN (megatron-core 0.16
-`transformer_config.py`), other attention only without (Megatron-Bridge @067f987d `utils/fusions.py`)."""
+"""Models with YaRN, by whether they have latent attention. Latent attention has a fused rotary embedding only with YaRN
+(megatron-core 0.16 `transformer_config.py`), other attention only without (Megatron-Bridge @067f987d
+`utils/fusions.py`)."""
 
 _NARROW_HEADS = re.compile(r"deepseek[-_ ]?v3|gpt[-_ ]?oss", re.IGNORECASE)
 """Models whose recipes with a graph of the whole step have the output head in MXFP8 (Megatron-Bridge @067f987d
