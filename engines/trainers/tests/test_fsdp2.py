@@ -116,12 +116,21 @@ def test_experts_of_job_records_are_on_the_ranks_that_share_weights() -> None:
     assert [each[EP] for each in completed] == [4, 4, 2, 1]
     assert [each[REPLICATE] for each in completed] == [1, 1, 8, 1]
     assert [each[STATES] for each in completed] == ["bf16"] * 4
-    assert STATES not in FSDP2.published(job, {COMPILE: True}, "")[1]
+    compiled = FSDP2.published(job, {COMPILE: True}, "")[1]
+    assert compiled[EP] == 1
+    assert STATES not in compiled
     recipe, _values, noted, lines = FSDP2.published(job, {}, "")
     assert STATES in noted
     assert any(STATES in each for each in lines)
     times = [FSDP2.predict(each, columns(), costs(job)).step_time_s[0] for each in (recipe, job)]
     assert times[0] < times[1]
+
+
+def test_notes_on_chunks_of_the_loss_save_its_memory() -> None:
+    job = task(engine="fsdp2")
+    plain, chunked, none = (FSDP2.published(job, {}, notes)[0] for notes in ("", "8 loss chunks", "0 loss chunks"))
+    peaks = [FSDP2.predict(each, columns(), costs(job)).peak_allocated_bytes[0] for each in (plain, chunked, none)]
+    assert peaks[1] < peaks[0] == peaks[2]
 
 
 def test_job_records_that_do_not_fit_otherwise_recompute_all_layers() -> None:

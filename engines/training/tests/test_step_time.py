@@ -94,6 +94,10 @@ COMPARED: dict[str, tuple[str, Job, Job, float, float]] = {
         *((with_options(MOE, dispatcher="flex"), {**EXPERTS[1], "expert": 16.0}), 0.2, 0.9),
     ),
     "groups of experts": ("ep_comm_s", (with_options(GROUPED, dispatcher="flex"), EXPERTS[1]), FLEX, 0.5, 0.9),
+    "neighbouring experts": (
+        *("ep_comm_s", (with_options(MOE, dispatcher="flex", neighbours=True), EXPERTS[1]), FLEX, 0.2, 0.9),
+    ),
+    "head in 8 bits": (*("compute_s", (with_options(TRAIN, mxfp8_modules=frozenset({"head"})), {}), ONE, 0.5, 0.999),),
     "busiest expert": ("step", (with_options(MOE, expert_imbalance=1.5), EXPERTS[1]), EXPERTS, 1.1, 1.6),
     "launches of single experts": ("step", (with_options(MOE, grouped_gemm=False), {}), (MOE, {}), 1.0001, 20.0),
     "biases of experts": ("compute_s", (BIASED, EXPERTS[1]), EXPERTS, 1.001, 2.0),

@@ -262,13 +262,14 @@ def _defaults(
     is_repeated = values.get("recompute_granularity") == "full" or "moe" in modules
     is_interleaved = stages > 1 and int(values.get(VIRTUAL_STAGES) or 1) > 1
     name, is_whole = task.spec.model.name or "", graphs(settings) == WHOLE_STEP
+    is_latent = latent_layers(task.spec.model) > 0
     can_overlap = is_interleaved and task.spec.model.mtp_num_layers < 2 and not is_hybrid(task.spec.model)
     return {
         **({EXPERT_TENSOR: 1} if whole and EXPERT_TENSOR not in values else {}),
         **narrow_hybrids(task),
         **({"dsa_indexer_loss_coeff": 0.001} if indexer_of(task.spec.model) else {}),  # `glm5_bridge.py`
         **({"fp8_output_proj": True} if is_whole and _NARROW_HEADS.search(name) else {}),
-        "apply_rope_fusion": bool(latent_layers(task.spec.model)) == bool(_YARN.search(name)),
+        "apply_rope_fusion": is_latent == bool(_YARN[is_latent].search(name)),
         **overlaps(task, kind, settings, sharded=sharded, sequence_parallel=split),
         "moe_token_dispatcher_type": "flex" if is_wide else "alltoall",
         "moe_router_fusion": kind != "local",
@@ -279,9 +280,13 @@ def _defaults(
     }
 
 
-_YARN = re.compile(r"deepseek|kimi|gpt[-_ ]?oss", re.IGNORECASE)
-"""Models with YaRN. Latent attention has a fused rotary embedding only with YaRN (megatron-core 0.16
-`transformer_config.py`), other attention only without (Megatron-Bridge @067f987d `utils/fusions.py`)."""
+_YARN = {
+    is_latent: re.compile(names, re.IGNORECASE)
+    for is_latent, names in ((True, r"deepseek|kimi"), (False, r"gpt[-_ ]?oss"))
+}
+"""Models with YaRN, by whether they have latent attention. Latent attention has a fused rotary embedding only with YaRN
+(megatron-core 0.16 `transformer_config.py`), other attention only without (Megatron-Bridge @067f987d
+`utils/fusions.py`)."""
 
 _NARROW_HEADS = re.compile(r"deepseek[-_ ]?v3|gpt[-_ ]?oss", re.IGNORECASE)
 """Models whose recipes with a graph of the whole step have the output head in MXFP8 (Megatron-Bridge @067f987d

@@ -210,6 +210,28 @@ def test_published_run_overlaps_its_exchange_with_a_distributed_optimizer() -> N
     assert not published(SHARDED, implementation="local").grouped_gemm
 
 
+@pytest.mark.parametrize(
+    ("model", "name", "is_fused"),
+    [
+        (tasks.EXPERTS, "Qwen3-30B-A3B", True),
+        (tasks.EXPERTS, "openai/gpt-oss-120b", False),
+        (tasks.EXPERTS, "deepseek-ai/deepseek-moe-16b-base", True),
+        (LATENT, "moonshotai/Moonlight-16B-A3B", False),
+        (LATENT, "deepseek-ai/DeepSeek-V3", True),
+    ],
+)
+def test_published_run_rotates_as_its_positions_allow(model: Any, name: str, is_fused: bool) -> None:
+    assert published({}, model=dataclasses.replace(model, name=name)).rope_fusion is is_fused
+
+
+def test_published_graph_of_the_whole_step_has_a_narrow_head_where_recipes_do() -> None:
+    heads = [
+        published({}, "full-iteration graph", model=dataclasses.replace(LATENT, name=name), precision=precision)
+        for name, precision in (("DeepSeekV3", "mxfp8"), ("DeepSeekV3", "bf16"), ("Qwen3-30B-A3B", "mxfp8"))
+    ]
+    assert ["head" in each.mxfp8_modules for each in heads] == [True, False, False]
+
+
 def test_published_run_overlaps_tensor_parallelism_only_in_a_fully_tuned_run() -> None:
     tuned = {**SHARDED, "tensor_model_parallel_size": 2, "sequence_parallel": True}
     assert published(tuned, model=tasks.DENSE).tp_comm_overlap

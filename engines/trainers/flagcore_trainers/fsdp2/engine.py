@@ -6,6 +6,7 @@ Also its knobs, and its rules for legal candidates.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +77,11 @@ NAMES |= {"COMPILE": COMPILE, "OFFLOAD": OFFLOAD, "REDUCE": REDUCE, "RESHARD": R
 NAMES |= {"SCHEDULE": SCHEDULE}
 """The names of knobs in `rules.yaml`, by their fields."""
 rule = RuleTable(__package__, NAMES)
+
+
+LOSS_PARTS = "loss_parts"
+_LOSS_CHUNKS = re.compile(r"\b([1-9]\d{0,3}) loss chunks\b")
+"""Notes on the parts of the tokens of which the head and the loss run one after another (`Program.loss_parts`)."""
 
 
 def check_model(task: Task) -> None:
@@ -263,7 +269,8 @@ class Fsdp2(Engine):
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         waits = kept_framework(task.spec) and not reading(task.spec).is_on("synchronizes")
         program = RECIPE if fs.STATES in task.spec.train.assumed else FRAMEWORK if waits else TRIAL
-        return prediction.predict(task, columns, costs, program)
+        parts = float(task.spec.train.assumed.get(LOSS_PARTS) or program.loss_parts)
+        return prediction.predict(task, columns, costs, replace(program, loss_parts=parts))
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         self._check_command(task.spec)
@@ -315,6 +322,8 @@ class Fsdp2(Engine):
             completed[fs.EP] = math.gcd(count, shard * others[2]) if is_recipe else 1
             completed |= {fs.STATES: "bf16"} if is_recipe else {}
             work = replace(work, assumed={fs.DISPATCHER: "flex", **({fs.STATES: "bf16"} if is_recipe else {})})
+        if parts := _LOSS_CHUNKS.search(notes):
+            work = replace(work, assumed={**work.assumed, LOSS_PARTS: int(parts[1])})
         noted = {PIPELINE_LAYERS, ADAPTERS_ALONE, *assumed_lengths}
         noted |= {fs.STATES} & (completed.keys() - values.keys())
         task = replace(task, spec=replace(task.spec, work=work))

@@ -30,7 +30,7 @@ from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore_trainers import fully_shard as fs
 from flagcore_trainers.fully_shard import memory, traffic, weights
-from flagcore_trainers.fully_shard.traffic import BATCH_ROWS, INTERVAL, TRIAL, Program
+from flagcore_trainers.fully_shard.traffic import BATCH_ROWS, INTERVAL, PRETRAINING_INTERVAL, TRIAL, Program
 
 ADAM_TRAFFIC = 40.0
 """Bytes per sharded weight of an update in fp32: the gradients' norm and scale, and Adam in one kernel. Counted."""
@@ -63,13 +63,19 @@ def by_kind(kinds: IntArray, predict: Callable[[int, IntArray], Predictions]) ->
     return Predictions.join(parts).take(np.argsort(np.concatenate(order)))
 
 
-def predictions(train: Training, costs: Costs, used: InUse, time_s: dict[str, FloatArray]) -> Predictions:
+def predictions(
+    train: Training,
+    costs: Costs,
+    used: InUse,
+    time_s: dict[str, FloatArray],
+    interval: tuple[float, float] = INTERVAL,
+) -> Predictions:
     """Return the predictions of candidates from the memory in use and the parts of the step time in seconds."""
     total: FloatArray = sum(time_s.values(), np.zeros(()))
     return Predictions(
         step_time_s=total,
-        low_s=total * INTERVAL[0],
-        high_s=total * INTERVAL[1],
+        low_s=total * interval[0],
+        high_s=total * interval[1],
         time_s=time_s,
         static_bytes=used.memory.static,
         activation_bytes=used.memory.activation,
@@ -203,7 +209,9 @@ def _predict(
     needed = memory.of_rank(job)
     needed = replace(needed, peak=needed.peak + 2.0 * costs.memory.workspace_bytes())
     time_s = _times(train, layout, costs, job, columns, program, compiled=compiled)
-    return predictions(train, costs, in_use(costs.memory, needed, layout, train), time_s)
+    is_known = train.lengths is None and train.options.adapter is None and not costs.synchronous
+    interval = PRETRAINING_INTERVAL if is_known else INTERVAL
+    return predictions(train, costs, in_use(costs.memory, needed, layout, train), time_s, interval)
 
 
 def _times(
