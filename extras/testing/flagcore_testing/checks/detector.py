@@ -249,9 +249,10 @@ def devices_are_selected_by_an_own_variable(plugin: Subject, detector: DeviceDet
 TRUST = "let `trusts` look at the version, the attributes and the devices' names that only this vendor's torch has"
 
 
-@check(TRUST, each=_detector)
-def torch_of_others_is_not_trusted(plugin: Subject, detector: DeviceDetector) -> Problems:
-    own, foreign = plugin.own_chips(), {chip.vendor: chip for chip in plugin.others.chips() if chip.name != "cpu"}
+@check(TRUST)
+def torch_of_others_is_not_trusted(plugin: Subject) -> Problems:
+    own, detector = plugin.own_chips(), detector_of(plugin)
+    foreign = {chip.vendor: chip for chip in plugin.others.chips() if chip.name != "cpu"}
 
     def trusts(chip: Chip, *names: str) -> bool:
         devices = (Device(index=0, chip=name, memory_bytes=2**36) for name in (chip.name, *chip.aliases))
@@ -259,12 +260,12 @@ def torch_of_others_is_not_trusted(plugin: Subject, detector: DeviceDetector) ->
         return any(map(detector.trusts, reports))
 
     for vendor, chip in foreign.items():
-        yield trusts(chip), f"trusts accepts a torch 2.10.0 with a device of {vendor}"
+        yield trusts(chip), f"discover.py: trusts accepts a torch 2.10.0 with a device of {vendor}"
     if detector.torch_device != "cuda" and not any(trusts(chip, *detector.torch_attributes) for chip in own):
-        yield f"trusts rejects a torch that has {detector.torch_device} and devices of {own[0].vendor}"
+        yield f"discover.py: trusts rejects a torch that has {detector.torch_device} and devices of {own[0].vendor}"
     for name in detector.torch_attributes:
         is_unused = all(trusts(chip, name) == trusts(chip) for chip in (*own, *foreign.values()))
-        yield (is_unused, f"torch_attributes has {name!r}, which changes no answer of trusts",
+        yield (is_unused, f"discover.py: torch_attributes has {name!r}, which changes no answer of trusts",
                "write the attribute of torch that trusts looks for, or remove it")  # fmt: skip
 
 

@@ -28,6 +28,7 @@ PREFIXES = ", ".join(SHARED_PREFIXES)
 
 
 def _supports(plugin: Subject) -> Items:
+    """Return, for each chip and engine: the beginning of messages, the engine and the answer."""
     answers = [
         (f"flagcore_engine_support: {engine} on {chip.name}", engine, answer)
         for chip, engine in plugin.pairs()
@@ -58,6 +59,7 @@ def engine_support_is_complete(engine: str, answer: EngineSupport) -> Problems:
 
 
 def _rules(plugin: Subject) -> Items:
+    """Return, for each rule about values: the beginning of messages, the engine and the rule."""
     rules = [
         (f"flagcore_check_task: {engine} on {chip.name}: ", engine, rule)
         for chip, engine, advice in plugin.advice

@@ -100,6 +100,7 @@ def variables_are_spelled_correctly(plugin: Subject) -> Problems:
 
 
 def _variables(plugin: Subject) -> Items:
+    """Return each entry of `environment.yaml` with its location."""
     return [(f"environment.yaml: {each.name}", plugin, each) for each in plugin.variables]
 
 
