@@ -6,7 +6,7 @@
 # Expected: Weights of 512 experts in each layer. The 256 zero experts return their input.
 # Seen: The gate and up projection has a third more experts than the down projection. Weights of zero experts get no
 #   gradient, but moments, and are saved. A checkpoint without them, as the released one, is refused for its shape.
-# Hurts: Who plans or loads this model with transformers 5: 360 GB more in bf16, 1.4 TB with gradients and moments of bf16.
+# Hurts: Who plans or loads this model with transformers 5: 360 GB more in bf16, 1.4 TB with gradients and moments.
 # Date: 2026-11-30
 # Output:
 #     transformers 5.24.0
