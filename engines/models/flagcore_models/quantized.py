@@ -11,7 +11,8 @@ def format_of_weights(config: Mapping[str, Any]) -> str | None:
     """Return the number format of quantized weights, or None if they are not quantized or the format is unknown.
 
     Weights of 4 bits that are converted before computing, including mxfp4 (17/32 bytes), are reported as int4. Reads
-    the keys of transformers (AWQ, GPTQ, bitsandbytes, mxfp4, fp8), compressed-tensors (`config_groups`) and ModelOpt.
+    the keys of transformers (AWQ, GPTQ, bitsandbytes, mxfp4, fp8), compressed-tensors (`config_groups`), ModelOpt, and
+    Quark (vLLM 0.32 `quantization/quark`) but for its mxfp4.
     """
     found = section_of(config, "quantization_config") or section_of(
         section_of(config, "text_config"), "quantization_config"
@@ -28,6 +29,9 @@ def format_of_weights(config: Mapping[str, Any]) -> str | None:
             return "int8"
         if method in ("fp8", "fbgemm_fp8") or algorithm == "FP8":
             return "fp8"
+        if method == "quark":
+            kind = section_of(section_of(found, "global_quant_config"), "weight").get("dtype")
+            return {"fp8_e4m3": "fp8", "int8": "int8", "int4": "int4", "uint4": "int4"}.get(str(kind))
         return "nvfp4" if algorithm == "NVFP4" else None
     kind = "fp" if weights.get("type") == "float" else "int"
     name = f"{kind}{weights.get('num_bits')}"

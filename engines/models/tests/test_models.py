@@ -21,6 +21,7 @@ from flagcore_models.layers import (
 )
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.latent_attention import LatentAttention
+from flagcore_models.quantized import format_of_weights
 
 from flagcore.domain.model import Model
 from flagcore.errors import SpecError
@@ -383,6 +384,12 @@ def test_an_invalid_tower_names_its_key(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as raised:
         model_in(tmp_path, QWEN25_VL, min_pixels="many")
     assert "min_pixels" in raised.value.key
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("fp8_e4m3", "fp8"), ("uint4", "int4"), ("fp4", None)])
+def test_the_format_of_a_checkpoint_of_quark_is_that_of_its_weights(kind: str, expected: str | None) -> None:
+    stored = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": kind}}}
+    assert format_of_weights({"quantization_config": stored}) == expected
 
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf to make a header")

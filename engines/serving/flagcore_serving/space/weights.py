@@ -151,7 +151,7 @@ _MODULES = {
     EXPERTS: ("model.layers.{middle}.mlp.experts.0.down_proj",),
 }
 """The modules of each part of a model, as checkpoints name them."""
-_IGNORED = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
+_IGNORED = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
 """Keys of a quantization_config with the modules that it leaves out."""
 _GROUP = 128
 """The usual group of weights of 4 bits that share a scale (AutoAWQ and GPTQModel's default)."""

@@ -160,6 +160,7 @@ def test_a_shard_of_quantized_weights_is_made_of_whole_blocks() -> None:
         ),
         ({"quant_method": "awq", "bits": 4, "group_size": -1}, Quantization()),
         ({"quant_method": "fp8", "ignored_layers": ["model.layers.0.mlp.down_proj"]}, Quantization(wide={DENSE})),
+        ({"quant_method": "quark", "exclude": ["model.layers.*.self_attn.o_proj"]}, Quantization(wide={ATTENTION})),
         ({"quant_method": "fp8", "ignore": ["re:(a+)+$", "re:["]}, Quantization()),
         (None, None),
     ],
