@@ -366,7 +366,7 @@ def _lanes(
     used = load.load.adapters + (context.overheads.base_takes_slot and load.load.adapter_share < 1.0)
     slots = settings.adapter_slots[rows] * ranks
     has_all = (slots == 0.0) | (slots >= used)
-    budget = settings.max_batched_tokens[rows] * ranks * stages
+    budget = settings.max_batched_tokens[rows] * ranks
     return {
         "budget": np.where(settings.chunked[rows], budget, np.inf),
         "running": np.minimum(running, flight),

@@ -12,7 +12,7 @@ follows ai-dynamo/aiconfigurator @095f58a5 `README.md`.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
-from math import inf
+from math import ceil, inf
 from operator import attrgetter
 
 from flagcore_serving.model.price import Price
@@ -67,6 +67,8 @@ class _Server:
 class Disaggregated(Simulation):
     """Simulates a decode instance, whose iteration times are `price`, and the prefill instances that serve it.
 
+    A prefill instance computes as many batches at a time as it has stages.
+
     The number of simulated prefill instances is `prefill.per_decode`, rounded, and at least 1. They also serve other
     decode instances, so a batch of t seconds occupies an instance for t x (rounded number) / `per_decode` seconds.
     """
@@ -85,6 +87,7 @@ class Disaggregated(Simulation):
         self.occupied, self.transfer = len(self.servers) / prefill.per_decode, prefill.transfer
         self.request_s, self.entry_s = prefill.price.overheads.request, prefill.price.overheads.entry
         self.budget, self.shared = prefill.price.lane.budget, prefill.price.lane.shared_prefix
+        self.prefill_stages = prefill.price.lane.stages
         self.ready: list[tuple[float, int, _Batch]] = []
         self.batches = 0
         super().__init__(price, lengths, arrivals, concurrency, images=images)
@@ -111,10 +114,11 @@ class Disaggregated(Simulation):
         batch.pairs += piece * (done + 0.5 * piece)
         batch.encode += request.encode
         seconds = self._prompt_seconds(batch) + batch.encode
-        batch.end = batch.start + seconds
+        later = (self.prefill_stages - 1.0) / ceil(batch.tokens / self.budget) if self.prefill_stages > 1.0 else 0.0
+        batch.end = batch.start + seconds * (1.0 + later) / self.prefill_stages
         caches, sent = self.transfer * batch.cached, max(batch.end, batch.link_free)
         batch.done = sent + caches
-        server.free = batch.start + seconds * self.occupied
+        server.free = batch.start + seconds / self.prefill_stages * self.occupied
         server.link_free = sent + caches * self.occupied
         self.batches = batch.number = self.batches + 1
         if is_new:

@@ -19,14 +19,14 @@ LAST = len(GRID) - 1
 class Lane:
     """Limits of one lane of one candidate. A lane is one instance with its share of the load.
 
-    - `budget`, `running`: maximum tokens and sequences in an iteration, in total over all ranks.
+    - `budget`: maximum tokens of a batch. `running`: maximum sequences. Both are in total over all ranks.
     - `cache_tokens`: the capacity of the cache in tokens, in total over all ranks.
     - `block`: tokens of one block of the cache. `fixed`: tokens that a sequence takes beside its own, for its states.
       `admits`: tokens that must also be free for it to be admitted. `chunk`: tokens of which pieces of a prompt, but
       its last, are a multiple; 0 if they may be any number.
     - `ranks`: the number of attention DP ranks.
-    - `stages`: the number of pipeline stages. Each stage works on another batch and waits for the slowest stage, so an
-      iteration is the time in which each sequence gets one token.
+    - `stages`: the number of pipeline stages, each of which works on another batch. The time of an iteration is that in
+      which a batch passes all stages.
     - `shared_prefix`: the first tokens of each prompt, which are always cached.
     - `retained`: tokens of other prompts that the prefix cache of the devices can hold, in blocks of `page` tokens.
     - `finds`: whether a preempted sequence finds its blocks in the cache again that others have not taken.
@@ -92,26 +92,25 @@ class Price:
         self.overheads = replace(slowed, entry=slowed.entry / (lane.ranks if slowed.own_front_ends else 1.0))
         self.pair, self._drafted = float(costs.pair[row]), lane.drafted
         self._cached = float(costs.cached[row] + lane.drafted * costs.draft_cached[row])
-        self._stages, self._ranks, self._parts = lane.stages, lane.ranks, lane.ranks * lane.stages
-        self._even, self._gain, self._mixes = lane.budget / self._parts, lane.gain, slowed.mixes
+        self._ranks, self._gain, self._mixes = lane.ranks, lane.gain, slowed.mixes
         self._local, self._shared = costs.local[row].tolist(), costs.shared[row].tolist()
         self._sampled = costs.sampled[row].tolist()
         self._drafts, self._draft_heads = costs.drafts[row].tolist(), costs.draft_heads[row].tolist()
         self._prompts = (costs.shared[row] + costs.summed[row]).tolist()
-        self._fixed, self._sequence = float(costs.fixed[row]), float(costs.sequence[row])
+        self._fixed, self._sequence = float(costs.fixed[row]), float(costs.sequence[row]) * lane.stages
         self._floor, self._captured = float(costs.floor[row]), float(costs.captured[row])
         self._decode_floor, self._mixed_floor = float(costs.decode_floor[row]), float(costs.mixed_floor[row])
         self._decode: dict[int, float] = {}
 
     def cached(self, sequences: int) -> float:
-        """Return the seconds to read one cached token for `sequences` sequences spread evenly over ranks and stages."""
-        return self._cached / (min(self._parts, max(sequences, 1)) * self._gain)
+        """Return the seconds to read one cached token for `sequences` sequences spread evenly over ranks."""
+        return self._cached / (min(self._ranks, max(sequences, 1)) * self._gain)
 
     def decode(self, sequences: int) -> float:
         """Return the seconds in which each of `sequences` sequences gets a token, without reading their context."""
         seconds = self._decode.get(sequences)
         if seconds is None:
-            batch = sequences * (1.0 + self.lane.drafted) / self.lane.stages
+            batch = sequences * (1.0 + self.lane.drafted)
             per_rank = batch / self.lane.ranks
             seconds = (
                 _interpolate(self._local, per_rank)
@@ -121,7 +120,7 @@ class Price:
             if seconds < self._floor or seconds < self._decode_floor:
                 seconds = max(seconds, self._floor if self._exceeds(per_rank) else self._decode_floor)
             if self._drafted:
-                rows = sequences / self._parts
+                rows = sequences / self._ranks
                 seconds += self._drafted * (_interpolate(self._drafts, rows) + _interpolate(self._draft_heads, rows))
             seconds = (seconds + (self._fixed + self._sequence * sequences / self.lane.ranks)) / self.lane.gain
             self._decode[sequences] = seconds
@@ -139,25 +138,23 @@ class Price:
         - `ended`: the number of prompts that this iteration completes.
         - `encode`: seconds that the vision tower takes for the images of the prompts.
 
-        The time depends on the slowest rank or stage. It is assumed to compute an even share of the tokens, or the
-        longest chunk if that is more. Pieces of one prompt are in several stages at the same time.
+        The time depends on the slowest rank. It is assumed to compute an even share of the tokens, or the longest chunk
+        if that is more.
         """
-        stages, ranks = self._stages, self._parts
+        ranks = self._ranks
         widest = (
             sequences + max(tokens, longest * ranks) + 1.0
         )  # an iteration that is not full admits a further request
         if widest > self.widest:
             self.widest = widest
-        if longest > self._even:
-            longest = max(self._even, longest / stages)
-        per_rank, batch = max(tokens / ranks, longest), sequences / stages + max(tokens / stages, longest)
+        per_rank, batch = max(tokens / ranks, longest), sequences + max(tokens, longest)
         time = _interpolate(self._local, sequences / ranks + per_rank) + self.pair * pairs * (per_rank / tokens)
         time += _interpolate(self._prompts, batch) + _interpolate(self._sampled, (sequences + ended) / ranks)
         time += _interpolate(self._drafts, per_rank) if self._drafted else 0.0
         if time < self._floor or time < self._mixed_floor:
-            is_eager = not self._mixes or self._exceeds(batch / self._ranks)
+            is_eager = not self._mixes or self._exceeds(batch / ranks)
             time = max(time, self._floor if is_eager else self._mixed_floor)
-        return time + encode * (per_rank / tokens) + self._fixed + self._sequence * sequences / self._ranks
+        return time + encode * (per_rank / tokens) + self._fixed + self._sequence * sequences / ranks
 
     def _exceeds(self, tokens: float) -> bool:
         """Return whether an iteration of `tokens` tokens of an attention rank is too large for a graph."""

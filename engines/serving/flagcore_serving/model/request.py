@@ -33,6 +33,7 @@ class Request:
     since: int = 0
     context: int = 0
     ticket: int = 0
+    group: int = 0
 
     @property
     def ttft_s(self) -> float:

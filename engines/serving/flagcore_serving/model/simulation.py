@@ -8,6 +8,7 @@ SGLang (`managers/scheduler.py`).
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count, islice
 from math import ceil, inf
@@ -19,9 +20,28 @@ from flagcore_serving.model.vision import ImageWork
 MIN_PIECES = 4
 """Minimum number of iterations that one prompt must fill for the simulation to compute them in one step. A choice."""
 
+STEADY_TURNS, EVEN = 2, 1.01
+"""The turns of all groups of a pipeline in which nothing changes, before the next ones are computed in one step, and
+how much the times of the last ones may differ, relative to the growth of a turn. Choices."""
 
 CHECKED = 64
 """The number of events between two checks whether a simulation has failed. A choice."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """The sequences that take turns with others in a pipeline. The fields are those of `Simulation`."""
+
+    phases: list[int]
+    heap: list[tuple[int, int, Request]] = field(default_factory=list)
+    joined: dict[float, int] = field(default_factory=dict)
+    now: float = 0.0
+    stalled: float = 0.0
+    grown: int = 0
+    step: int = 0
+    running: int = 0
+    offset: int = 0
+    finish: int = 0
 
 
 class Simulation:
@@ -44,11 +64,20 @@ class Simulation:
     - `finish` - running x `step`: remaining output tokens of the running sequences.
     - `freed`: tokens of whole blocks that were taken, and are not any more, since whole blocks are counted.
     - `promised`: output tokens of admitted requests whose prompts are not yet computed.
+    - `grown`: tokens of blocks that the next step needs; with pipeline stages, those of the group whose turn it is.
 
     A scheduler that plans ahead knows only what happened until the time `known`. A request that arrived later joins the
     batch after the next one, and one that ended later still has its slot and its cache (`ending`, and `held` tokens of
     them), though it is not computed any more (vLLM 0.32 `v1/engine/core.py`: step_with_batch_queue; SGLang 0.5.23
     `managers/scheduler.py`: event_loop_overlap).
+
+    With pipeline stages, as many groups of sequences as stages take turns: the scheduler's call k is for the group k
+    modulo the stages, and comes as soon as that of the stages (and `Lane.ahead`) before it has ended. A sequence stays
+    in the group in which its prompt ended, so groups are uneven. A call without work is a call, too (sources as above;
+    vLLM 0.32 `core/sched/async_scheduler.py`: next_decode_eligible_step; SGLang `scheduler_pp_mixin.py`). The effects
+    of a call are stored at once, with times in the future, and `known` is the time of the call. `step`, `running`,
+    `offset`, `finish`, `heap`, `phases`, `joined`, `stalled` and `now`, the end of its last call, are those of the
+    group `turn`; the `groups` have those of the others, of which `others` sequences run.
     """
 
     def __init__(
@@ -91,13 +120,20 @@ class Simulation:
         self.heap: list[tuple[int, int, Request]] = []
         self.order: list[Request] = []
         self.ending: deque[tuple[float, float]] = deque()  # times at which requests ended, and their cached tokens
-        self.lag = self.lane.ahead / self.lane.stages  # in iterations
+        self.lag = self.lane.ahead  # in iterations
         self.now = self.known = self.held = self.stalled = self.used = self.freed = 0.0
-        self.tokenized = self.link = self.encoded = 0.0
+        self.tokenized = self.link = self.encoded = self.idle_s = 0.0
         self.joined: dict[float, int] = {}  # sequences that joined while others waited for prompts, and since when
-        self.group_arrival = -1.0
+        self.group_arrival, self.calls = -1.0, deque[float]()  # the ends of the calls in flight
         self.step = self.running = self.offset = self.finish = self.promised = self.tickets = self.next = 0
-        self.sent = len(times)
+        self.sent, self.turn, self.others, self.grown = len(times), 0, 0, 0
+        self.steady, self.growth, self.marks, self.periods = 0, 0.0, list[float](), list[float]()
+        self.free, self.groups, self.members = list[float](), list[_Group](), list[int]()
+        if self.lane.stages > 1.0:
+            self.lag, self.free = 1.0, [0.0] * int(self.lane.stages)
+            self.marks, self.periods = self.free.copy(), self.free.copy()
+            self._count_blocks()
+            self.groups = [_Group(phases=[0] * self.block) for _ in self.free]
         self.outcome = SimulatedRun(self.requests)
         for index in range(self.sent):
             self._send(index)
@@ -118,6 +154,10 @@ class Simulation:
             if has_failed is not None and turn % CHECKED == 0 and has_failed(self.now):
                 self.outcome.is_stopped = True
                 break
+            if self.free:
+                if not self._call():
+                    break
+                continue
             self._receive()
             if not (self.queue or self.partial or self.running or self.loading) and self.next >= self.sent:
                 break
@@ -128,7 +168,7 @@ class Simulation:
                     self._decode()
                 else:
                     self.now = self._next_time()
-        self.outcome.duration = self.now
+        self.outcome.duration = max(self.now, *self.free) if self.free else self.now
         return self.outcome
 
     def _send(self, index: int) -> None:
@@ -144,7 +184,7 @@ class Simulation:
         heappush(self.coming, (arrival, index))
 
     def _arrive(self) -> None:
-        while self.coming and self.coming[0][0] <= self.now:
+        while self.coming and self.coming[0][0] <= (self.known if self.free else self.now):
             arrival, index = heappop(self.coming)
             self._enter(self.requests[index], arrival)
 
@@ -192,7 +232,7 @@ class Simulation:
         """Return the time until which the scheduler knows what happened, and free what ended until then."""
         if not self.lag:
             return self.now
-        if not (self.running or self.partial):
+        if not (self.running or self.partial or self.free):
             self.known = self.now
         while self.ending and self.ending[0][0] <= self.known:
             self.held -= self.ending.popleft()[1]
@@ -213,22 +253,26 @@ class Simulation:
         lane = self.lane
         ended += len(self.ending)
         while self.queue:
-            taken = self.running + len(self.partial) + len(self.loading) + ended
+            taken = self.running + self.others + len(self.partial) + len(self.loading) + ended
             if taken >= self.price.needed:
                 self.price.needed = taken + 1.0
             if taken >= lane.running:
                 return False
             place = self._admissible() if lane.adapters else 0
+            while self.free and place is not None and self.queue[place].loaded > self.known:
+                place = place + 1 if place + 1 < len(self.queue) else None
             if place is None:
                 return False
             request = self.queue[place]
             cached = self._cached_tokens(request)
             future = request.output - request.made + self.promised + self.finish - self.running * self.step
+            if self.groups:
+                future += sum([group.finish - group.running * group.step for group in self.groups])
             required_tokens = cached + lane.admits + self.overheads.reserve * future
             filled = self.used + self.held + required_tokens
             if filled > self.price.filled:
                 self.price.filled = filled
-            if filled > lane.cache_tokens and (self.running or ended or self.loading):
+            if filled > lane.cache_tokens and (self.running or self.others or ended or self.loading):
                 self.is_tight = self.block != lane.block
                 return False
             del self.queue[place]
@@ -297,7 +341,7 @@ class Simulation:
             return False
         decoding = self.running if self.lane.mixes else 0
         budget = self.lane.budget - decoding
-        if self._pieces(decoding, budget):
+        if not self.free and self._pieces(decoding, budget):
             return True
         tokens = pairs = longest = encode = load = 0.0
         ended: list[Request] = []
@@ -327,11 +371,15 @@ class Simulation:
         time = max(self.price.mixed(decoding, tokens, longest, pairs, len(ended), encode), load)
         if decoding:
             time += self.price.cached(self.running) * (self.offset + self.running * self.step)
+        if self.free:
+            time = self._through(time, decoding)
+        if decoding:
             self._advance(1, time)
         else:
             self.now += time
             self.stalled += time if self.running else 0.0
-        self.known = self.now - self.lag * time
+        if not self.free:
+            self.known = self.now - self.lag * time
         for request in ended:
             self._start(request)
         self._finish()
@@ -379,6 +427,7 @@ class Simulation:
         request.made += 1
         if self.block == 1 or (request.prompt + request.made - self.prefix) % self.block == 1.0:
             self.used += self.block
+            self.grown += self.block
         if request.made >= request.output:
             self._leave_cache(request)
             self._end(request)
@@ -393,7 +442,7 @@ class Simulation:
         self.tickets = ticket = self.tickets + 1
         step, made = self.step, request.made
         end = step + request.output - made
-        request.context, request.since, request.ticket = request.prompt + made, step, ticket
+        request.context, request.since, request.ticket, request.group = request.prompt + made, step, ticket, self.turn
         self.offset += request.context - step
         if self.block > 1:
             self.phases[self._phase(request)] += 1
@@ -415,7 +464,8 @@ class Simulation:
         self.stalled = 0.0
         self.joined.clear()
         self.now += time
-        self.used += self._grown(steps) if self.block > 1 else self.running * steps
+        self.grown = self._grown(steps) if self.block > 1 else self.running * steps
+        self.used += self.grown
         self.step += steps
 
     def _stop(self, request: Request) -> None:
@@ -512,10 +562,10 @@ class Simulation:
         if self.used + self.held <= self.lane.cache_tokens and not self.is_tight:
             return True
         self._count_blocks()
-        before = self.running
-        while self.used + self.held > self.lane.cache_tokens and self.running > 1:
+        before = self.outcome.preemptions
+        while self.used + self.held > self.lane.cache_tokens and self.running + self.others > 1:
             self._preempt()
-        return self.running == before
+        return self.outcome.preemptions == before
 
     def _preempt(self) -> None:
         """Move the sequence that started last to the front of the queue, so that it is computed again."""
@@ -523,13 +573,120 @@ class Simulation:
         request = self.order.pop()
         while not request.ticket:
             request = self.order.pop()
+        turn = self.turn
+        self._switch(request.group)
         self._stop(request)
+        request.loaded = self.now  # its tokens in flight are awaited before it is computed again
         if self.lane.finds and self.block > 1:
             request.kept = self.lane.cache_tokens - self.held + self.freed
         self.queue.appendleft(request)
         self.outcome.preemptions += 1
         while self.heap and self.heap[0][2].ticket != self.heap[0][1]:
             heappop(self.heap)
+        self._switch(turn)
+
+    def _switch(self, turn: int) -> None:
+        """Turn to another group of sequences."""
+        if turn == self.turn:
+            return
+        group = self.groups[self.turn]
+        group.now, group.step, group.running, group.offset = self.now, self.step, self.running, self.offset
+        group.finish, group.heap, group.phases = self.finish, self.heap, self.phases
+        group.joined, group.stalled, group.grown = self.joined, self.stalled, self.grown
+        self.others += group.running
+        group, self.turn = self.groups[turn], turn
+        self.now, self.step, self.running, self.offset = group.now, group.step, group.running, group.offset
+        self.finish, self.heap, self.phases = group.finish, group.heap, group.phases
+        self.joined, self.stalled = group.joined, group.stalled
+        self.used += group.grown - self.grown
+        self.grown = group.grown
+        self.others -= group.running
+        group.finish = group.running = 0
+
+    def _call(self) -> bool:
+        """Call the scheduler for the next group; return False if all requests have ended."""
+        if len(self.calls) == len(self.free) + self.lane.ahead:
+            self.known = max(self.known, self.calls.popleft())
+        self.known += self.idle_s
+        self.idle_s = 0.0
+        self._switch((self.turn + 1) % len(self.free))
+        period, self.marks[self.turn] = self.known - self.marks[self.turn], self.known
+        if abs(period - self.periods[self.turn]) > EVEN * self.growth:
+            self.steady = -1
+        self.periods[self.turn] = period
+        if self.turn == 0:
+            self._leap()
+        self._receive()
+        if not self.running:
+            self.now = self.known
+        if self._prompts():
+            self.calls.append(self.now)
+        elif self.running:
+            filled = self.used + self.held + (self.running + self.others) * self.block
+            if filled > self.price.filled:
+                self.price.filled = filled
+            read = self.price.cached(self.running) * (self.offset + self.running * self.step)
+            self._advance(1, self._through(self.price.decode(self.running) + read, self.running))
+            self.calls.append(self.now)
+            self._finish()
+        elif self.others or self.known < self.free[-1]:
+            self.calls.append(self.known)
+            self.idle_s = self.overheads.idle_call
+        elif self.queue or self.partial or self.loading or self.next < self.sent:
+            self.known = max(self.known, self._next_time())
+            self.calls.clear()
+        else:
+            return False
+        return True
+
+    def _leap(self) -> None:
+        """Compute in one step the turns in which all groups only decode: up to the one before a sequence ends, a
+        request arrives, or the cache is full. Each takes as long as the last one, and the growth of the slowest group.
+        """
+        all_running = self.running + self.others
+        members = [self.tickets, self.outcome.preemptions, all_running, len(self.queue), len(self.partial)]
+        self.steady = self.steady + 1 if members == self.members else 0
+        self.members = members
+        if not all_running or self.partial or self.loading or self.ending:
+            return
+        steps, slowest, growth = 1 << 40, 0.0, 0.0
+        for turn in range(len(self.free)):
+            self._switch(turn)
+            if self.running:
+                steps = min(steps, self.heap[0][0] - self.step - 1)
+                cached = self.price.cached(self.running)
+                time = self.price.decode(self.running) + cached * (self.offset + self.running * self.step)
+                if time > slowest:
+                    slowest, growth = time, cached * self.running
+        self.growth = growth
+        filled = self.used + self.held + all_running * (steps + self.block)
+        if filled > self.price.filled:
+            self.price.filled = filled
+        if filled > self.lane.cache_tokens:
+            steps -= ceil((filled - self.lane.cache_tokens) / all_running)
+        period, wait = self.periods[0], self._next_time() - self.known
+        is_even = self.steady >= STEADY_TURNS and max(self.periods) - min(self.periods) < EVEN * growth
+        steps = _steps_within(period, growth, wait, steps) - 1 if is_even and wait > 0.0 else 0
+        if steps > 1:
+            total = steps * period + growth * (steps * (steps + 1) / 2.0)
+            for turn in range(len(self.free)):
+                self._switch(turn)
+                self.free[turn] += total
+                self.marks[turn] += total
+                if self.running:
+                    self._advance(steps - 1, total * ((steps - 1) / steps))
+                    self._advance(1, total / steps)
+            self.calls = deque([end + total for end in self.calls])
+            self.known += total
+        self._switch(0)
+
+    def _through(self, time: float, decoding: int) -> float:
+        """Return the seconds until a batch has passed all stages, since the group's last call ended. `time`: the
+        seconds that the batch takes alone. Its sequences need their last tokens first if they decode."""
+        end = max(self.known, self.now) if decoding else self.known
+        for stage in range(len(self.free)):
+            end = self.free[stage] = max(end, self.free[stage]) + time / len(self.free)
+        return end - self.now
 
 
 def _steps_within(base: float, growth: float, wait: float, limit: int) -> int:

@@ -80,6 +80,7 @@ class Overheads:
     - `reduce`: a small all-reduce between two ranks.
     - `reduce_doubling`: addition to `reduce` for each doubling of the ranks beyond two.
     - `handover`: between two stages of a pipeline, besides the message.
+    - `idle_call`: after a call of the scheduler of a pipeline that found nothing to compute.
 
     Sparse attention:
 
@@ -151,6 +152,7 @@ class Overheads:
     reduce: float = 10e-6
     reduce_doubling: float = 0.0
     handover: float = 0.0
+    idle_call: float = 0.0
     sparse: Sequence[SparseKernel] = ()
     dense_prompts: bool = False
     grouped_share: float = 1.0

@@ -221,9 +221,80 @@ def test_a_request_waits_for_the_batch_that_is_planned_already() -> None:
     assert 1.9 < joining(ahead=1.0) < 2.1
 
 
-def test_fewer_batches_are_planned_ahead_with_more_stages() -> None:
-    assert joining(0.7, stages=4.0) == pytest.approx(joining(0.7, stages=4.0, ahead=1.0), abs=0.01)
-    assert joining(0.8, stages=4.0) == pytest.approx(joining(0.8, stages=4.0, ahead=1.0) - 1.0, abs=0.1)
+def call_by_call(
+    price: Price, lengths: list[tuple[int, int]], arrivals: list[float] | None, concurrency: int
+) -> list[tuple[float, float]]:
+    """First and last token of each request, of a scheduler with a queue of batches for pipeline stages. All that is
+    ready may be in a batch, but a sequence only in every batch number `stages` (vLLM 0.33 `v1/engine/core.py`:
+    step_with_batch_queue, `v1/core/sched/async_scheduler.py`)."""
+    lane, count, stages = price.lane, len(lengths), int(price.lane.stages)
+    sent = list(arrivals if arrivals is not None else [0.0] * concurrency)
+    free, ends, calls, now = [0.0] * stages, list[float](), 0, 0.0
+    computed, made, turn = [0] * count, [0] * count, [-1] * count
+    first, last = [0.0] * count, [0.0] * count
+    while any(made[place] < lengths[place][1] for place in range(count)):
+        if len(ends) >= stages + lane.ahead:
+            now = max(now, ends[-int(stages + lane.ahead)])
+        ready = [place for place in range(len(sent)) if sent[place] <= now and made[place] < lengths[place][1]]
+        if not ready and now >= free[-1]:
+            now, ends = min(when for place, when in enumerate(sent) if not made[place]), []
+            continue
+        decodes = [place for place in ready if turn[place] == calls % stages]
+        left, prompts, ended = lane.budget - len(decodes), list[tuple[int, float]](), list[int]()
+        busy = sum(
+            computed[place] > 0 and (made[place] < lengths[place][1] or last[place] > now) for place in range(count)
+        )
+        for place in (place for place in ready if turn[place] < 0):
+            if left <= 0 or (not computed[place] and busy >= lane.running):
+                break
+            busy += not computed[place]
+            piece = min(left, lengths[place][0] - computed[place])
+            prompts.append((int(piece), piece * (computed[place] + 0.5 * piece)))
+            computed[place] += int(piece)
+            left -= piece
+            if computed[place] == lengths[place][0]:
+                ended.append(place)
+        time = price.cached(len(decodes)) * sum(lengths[place][0] + made[place] for place in decodes)
+        if prompts:
+            tokens, pairs = (float(sum(each)) for each in zip(*prompts, strict=True))
+            time += price.mixed(len(decodes), tokens, max(prompts)[0], pairs, len(ended))
+        elif decodes:
+            time += price.decode(len(decodes))
+        end = max([now, *(last[place] for place in decodes)])
+        for stage in range(stages if time else 0):
+            end = free[stage] = max(end, free[stage]) + time / stages
+        for place in (*ended, *decodes):
+            first[place], last[place] = first[place] or end, end
+            made[place], turn[place] = made[place] + 1, calls % stages
+            if made[place] == lengths[place][1] and len(sent) < count:
+                sent.append(end)
+        ends.append(end)
+        calls += 1
+    return list(zip(first, last, strict=True))
+
+
+@pytest.mark.parametrize("ahead", [0.0, 1.0])
+@pytest.mark.parametrize("stages", [2.0, 4.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_uneven_groups_take_turns_in_a_pipeline(seed: int, stages: float, ahead: float) -> None:
+    draw = random.Random(seed)
+    lane = replace(
+        LANE, budget=draw.choice([256.0, 2048.0]), running=draw.choice([4.0, 64.0]), stages=stages, ahead=ahead
+    )
+    lengths = [(draw.randint(1, 900), draw.randint(1, 80)) for _ in range(30)]
+    arrivals = None if seed % 2 else sorted(draw.uniform(0.0, 1.0) for _ in lengths)
+    price = price_of(lane, request=0.0, entry=0.0)
+    expected = call_by_call(price, lengths, arrivals, 6)
+    found = ends(Simulation(price, lengths, arrivals, 6).run())
+    assert np.array(found) == pytest.approx(np.array(expected), rel=2e-3)
+
+
+def test_long_answers_of_a_pipeline_are_computed_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    price = price_of(replace(LANE, stages=4.0, ahead=1.0, cache_tokens=24_000.0))
+    lengths = [(500 + 40 * place, 2_000 + 20 * place) for place in range(12)]
+    found = ends(Simulation(price, lengths, None, 8).run())
+    monkeypatch.setattr(simulation, "STEADY_TURNS", inf)
+    assert np.array(found) == pytest.approx(np.array(ends(Simulation(price, lengths, None, 8).run())), rel=1e-4)
 
 
 def test_a_batch_that_is_planned_ahead_has_all_drafts_of_the_one_before() -> None:
