@@ -6,9 +6,7 @@ called with arrays of two elements. Invalid results raise BadPlugin.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
-from importlib import import_module
 from typing import Any, TypeVar, cast, get_type_hints
 
 import numpy as np
@@ -18,15 +16,12 @@ from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts, Mem
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import TaskAdvice
 from flagcore.domain.knob import Knob
-from flagcore.loading.entry_points import installed, short_repr, with_methods
+from flagcore.loading.entry_points import short_repr, with_methods
 from flagcore.loading.limits import BadPlugin
 from flagcore.physics.collective_costs import Collectives
 from flagcore.physics.collective_curves import KINDS, CollectiveTable
 
 T = TypeVar("T")
-with suppress(ImportError):
-    if not installed("pydantic"):  # pydantic would read the entry points of all distributions again
-        vars(import_module("pydantic.plugin._loader"))["_plugins"] = {}
 
 
 def one(kind: type[T]) -> Callable[[object], T]:
