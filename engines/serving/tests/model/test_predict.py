@@ -309,6 +309,8 @@ def test_releases_have_different_overheads() -> None:
     assert known["0.20.2"].iteration < known["0.19.1"].iteration
     assert known[None] == known["0.33"]
     assert not overheads_of(SGLANG.program.overheads, "0.5.9").mixes
+    # the first with `ignore_eos` in `_get_running_request_total_token_offset` (schedule_policy.py)
+    assert [overheads_of(SGLANG.program.overheads, each).reserve for each in ("0.5.21", "0.5.22")] == [0.5, 1.0]
     assert overheads_of(VLLM.program.overheads, "atom 0.1") == VLLM.overheads_for(
         task(engine_version="atom bf9b133e"), on_chip={"attention": 1.0}
     )
