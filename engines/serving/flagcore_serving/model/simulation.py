@@ -258,9 +258,7 @@ class Simulation:
                 self.price.needed = taken + 1.0
             if taken >= lane.running:
                 return False
-            place = self._admissible() if lane.adapters else 0
-            while self.free and place is not None and self.queue[place].loaded > self.known:
-                place = place + 1 if place + 1 < len(self.queue) else None
+            place = self._admissible() if lane.adapters or self.free else 0
             if place is None:
                 return False
             request = self.queue[place]
@@ -303,11 +301,14 @@ class Simulation:
 
     def _admissible(self) -> int | None:
         """Return the place in the queue of the first request whose adapter is in use or finds a slot, or None (vLLM
-        0.33 `v1/core/sched/scheduler.py`; SGLang 0.5.23 `managers/scheduler.py`: can_schedule_lora_req)."""
-        if len(self.used_adapters) < self.lane.adapters:
-            return 0
-        is_free = (each.adapter < 0 or each.adapter in self.used_adapters for each in self.queue)
-        return next((place for place, free in enumerate(is_free) if free), None)
+        0.33 `v1/core/sched/scheduler.py`; SGLang 0.5.23 `managers/scheduler.py`: can_schedule_lora_req). With pipeline
+        stages, it must have no token in flight."""
+        is_full = self.lane.adapters and len(self.used_adapters) >= self.lane.adapters
+        for place, each in enumerate(self.queue):
+            is_free = not is_full or each.adapter < 0 or each.adapter in self.used_adapters
+            if is_free and not (self.free and each.loaded > self.known):
+                return place
+        return None
 
     def _use_adapter(self, request: Request) -> None:
         """Give a slot to the adapter of an admitted request, in place of the one that was unused for the longest."""
@@ -323,6 +324,7 @@ class Simulation:
     def _leave_cache(self, request: Request) -> None:
         tokens = self._cached_tokens(request)
         self.used -= tokens
+        self.grown -= self._takes_block(request) and self.block
         if self.block > 1:
             computed = request.prompt + request.made - 1 - self.prefix
             self.freed += tokens - (self.block if computed % self.block else 0)  # a block in part is taken first
@@ -425,7 +427,7 @@ class Simulation:
             request.first = self.now
         self.promised -= request.output - request.made
         request.made += 1
-        if self.block == 1 or (request.prompt + request.made - self.prefix) % self.block == 1.0:
+        if self._takes_block(request):
             self.used += self.block
             self.grown += self.block
         if request.made >= request.output:
@@ -433,6 +435,10 @@ class Simulation:
             self._end(request)
             return
         self._join(request)
+
+    def _takes_block(self, request: Request) -> bool:
+        """Return whether the last token of a request is the first one of a block."""
+        return self.block == 1 or (request.prompt + request.made - self.prefix) % self.block == 1.0
 
     def _join(self, request: Request) -> None:
         """Add a request to the decoding sequences."""
@@ -692,7 +698,7 @@ class Simulation:
 def _steps_within(base: float, growth: float, wait: float, limit: int) -> int:
     """Return the number of iterations until `wait` seconds have passed, at most `limit`. The first iteration takes
     `base` seconds, and each further one `growth` seconds more than the one before."""
-    if base * limit <= wait:
+    if limit * (base + 0.5 * growth * (limit - 1)) <= wait:
         return limit
     half = base - 0.5 * growth
     return ceil((-half + (half * half + 2.0 * growth * wait) ** 0.5) / growth) if growth > 0.0 else ceil(wait / base)

@@ -194,6 +194,22 @@ def test_sequences_take_whole_blocks_but_none_for_the_last_token(blocks: int, pr
     assert Simulation(price_of(lane), [(16, 17)] * 2, [0.0] * 2, 2).run().preemptions == preemptions
 
 
+def test_an_arrival_is_seen_in_time_though_iterations_grow() -> None:
+    price = Price(replace(times(), cached=np.array([1e-5])), 0, LANE, OVER)
+    late = Simulation(price, [(1, 2_000), (1, 2)], [0.0, 20.0], 2).run().requests[1]
+    assert late.ttft_s < 0.1
+
+
+def test_preempted_sequences_of_a_pipeline_wait_for_a_slot_of_their_adapter() -> None:
+    lane = replace(LANE, cache_tokens=320.0, stages=4.0, adapters=2.0)
+    lengths = [(60, 40 + 9 * place) for place in range(12)]
+    pipeline = Simulation(price_of(lane), lengths, None, 4, adapters=[0, 1, 2] * 4)
+    outcome = pipeline.run()
+    assert outcome.preemptions > 0
+    assert all(request.made == request.output for request in outcome.requests)
+    assert pipeline.used == 0.0
+
+
 def test_an_engine_that_reserves_output_tokens_never_preempts() -> None:
     price = price_of(replace(LANE, cache_tokens=2000.0), reserve=1.0)
     assert Simulation(price, [(200, 300)] * 8, [0.0] * 8, 8).run().preemptions == 0
