@@ -635,7 +635,7 @@ class Simulation:
             self._advance(1, self._through(self.price.decode(self.running) + read, self.running))
             self.calls.append(self.now)
             self._finish()
-        elif self.others or self.known < self.free[-1]:
+        elif self.others or self.known < max(self.calls, default=0.0):  # `free` may differ from these by rounding
             self.calls.append(self.known)
             self.idle_s = self.overheads.idle_call
         elif self.queue or self.partial or self.loading or self.next < self.sent:

@@ -210,6 +210,12 @@ def test_preempted_sequences_of_a_pipeline_wait_for_a_slot_of_their_adapter() ->
     assert pipeline.used == 0.0
 
 
+def test_a_pipeline_ends_whatever_the_rounding_of_its_times() -> None:
+    lane, over = replace(LANE, stages=3.0, ahead=1.0), replace(OVER, mixes=False)
+    price = Price(replace(times(), floor=np.array([0.02])), 0, lane, over)
+    assert not Simulation(price, [(1, 1)], [0.0], 1).run(lambda now: True).is_stopped
+
+
 def test_an_engine_that_reserves_output_tokens_never_preempts() -> None:
     price = price_of(replace(LANE, cache_tokens=2000.0), reserve=1.0)
     assert Simulation(price, [(200, 300)] * 8, [0.0] * 8, 8).run().preemptions == 0

@@ -80,7 +80,7 @@ rule = RuleTable(__package__, NAMES)
 
 
 LOSS_PARTS = "loss_parts"
-_LOSS_CHUNKS = re.compile(r"\b([1-9]\d{0,3}) loss chunks\b")
+_LOSS_CHUNKS = re.compile(r"(?<![\w.-])([1-9]\d{0,3}) loss chunks\b")
 """Notes on the parts of the tokens of which the head and the loss run one after another (`Program.loss_parts`)."""
 
 
