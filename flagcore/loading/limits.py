@@ -121,10 +121,15 @@ def _worker() -> SimpleQueue[Callable[[], object]]:
 
 
 def _end_loop(thread: int) -> None:
-    """Raise SystemExit in a thread, as soon as it runs code of Python."""
+    """Raise SystemExit in a thread, as soon as it runs code of Python.
+
+    Until then CPython 3.11 hangs where a debugger traces code. The second exception, caught here, ends that.
+    """
     import ctypes  # rarely needed
 
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+    with suppress(TooSlow):
+        for each, error in ((thread, SystemExit), (get_ident(), TooSlow)):
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(each), ctypes.py_object(error))
 
 
 def end_despite_threads(status: int) -> None:

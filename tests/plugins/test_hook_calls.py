@@ -367,6 +367,15 @@ def test_a_loop_that_exceeds_its_time_limit_ends() -> None:
     assert len(rounds) == count
 
 
+def test_code_that_waits_beyond_its_time_limit_leaves_debuggers_alone() -> None:
+    code = (
+        "from tests.plugins.test_hook_calls import *\n"
+        "with pytest.raises(TooSlow): within(0.05, sleeping)\n"
+        "sys.settrace(lambda *_: None); chips_of(); os._exit(0)"
+    )
+    assert subprocess.run((sys.executable, "-c", code), timeout=60, check=False).returncode == 0
+
+
 def test_threads_that_a_hook_leaves_do_not_keep_the_process_alive() -> None:
     code = (
         "from tests.plugins.test_hook_calls import *\n"

@@ -1,5 +1,6 @@
 """The number format of quantized weights, from the keys of a Hugging Face config.json."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,5 +43,5 @@ def has_fp8_cache(model: Model, methods: tuple[str, ...]) -> bool:
     """Return whether the config.json of a model quantized by one of the `methods` says that the KV cache has FP8."""
     stated, start = dict(model.unread), "quantization_config."
     cache = [stated.get(start + key, "") for key in ("kv_cache_scheme", "kv_cache_quant_algo")]
-    is_fp8 = "FP8" in cache or "'num_bits': 8" in cache[0]
+    is_fp8 = "FP8" in cache or bool(re.search(r"'num_bits': 8\b", cache[0]) and "'type': 'float'" in cache[0])
     return is_fp8 and stated.get(f"{start}quant_method", "").startswith(methods)

@@ -131,6 +131,7 @@ def test_sparse_latent_attention_caches_fp8_by_default_on_new_chips(
     ("engine", "method", "stated", "element"),
     [
         ("vllm", "compressed-tensors", {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, 1.0),
+        ("vllm", "compressed-tensors", {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}, 2.0),
         ("vllm", "modelopt", {"kv_cache_quant_algo": "FP8"}, 1.0),
         ("sglang", "compressed-tensors", {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, 2.0),
         ("sglang", "modelopt", {"kv_cache_quant_algo": "FP8"}, 1.0),
