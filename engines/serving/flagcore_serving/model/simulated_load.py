@@ -209,7 +209,15 @@ class SimulatedLoad:
                 lane_of = prefix_lanes(self.parts, lanes)
                 counts = np.bincount(lane_of, minlength=lanes)
                 self.rows[lanes] = np.flatnonzero(lane_of == np.argsort(counts, kind="stable")[lanes // 2])
+            elif self._varies and lanes > 1:
+                self.rows[lanes] = _share(np.stack([self.output_len, self.input_len]), lanes)
         return self.rows[lanes]
+
+    @property
+    def _varies(self) -> bool:
+        """Whether the lengths were drawn one by one, so that those of a few requests are not those of all."""
+        is_divided = self.turn is None and self.load.trace is None and not (self.prefix_aware and self.parts)
+        return is_divided and not self.equal and bool(np.ptp(self.output_len) or np.ptp(self.input_len))
 
     def _adapters(self, price: Price, rows: IntArray) -> list[int]:
         """Return the adapters of requests that need a slot, the base model as the last one if it needs one, too."""
@@ -330,7 +338,8 @@ class SimulatedLoad:
         """
         rows = self._rows(lanes)
         inputs, outputs = self.input_len[rows], self.output_len[rows]
-        arrivals = None if self.arrivals is None else self.arrivals[rows]
+        places = np.arange(0, self.input_len.size, lanes) if self._varies else rows
+        arrivals = None if self.arrivals is None else self.arrivals[places]
         if self.equal and prefill is None and not price.overheads.mixes:
             # Prompts come first, so requests that end together are computed before any of them decodes, and end
             # together again. Others join them: while a prompt delays decoding, the prompts of those that ended arrive.
@@ -375,6 +384,23 @@ class SimulatedLoad:
             delay = (flight - simulated) * accepted_s  # the front end accepts the whole first wave before it starts
             return times.extrapolate(inputs, outputs, simulated if arrival_times is None else None, flight, delay)
         return times
+
+
+def _share(lengths: IntArray, lanes: int) -> IntArray:
+    """Return the indices of one in `lanes` requests, whose lengths are distributed as those of all.
+
+    Of as many requests as lanes with similar answers, it takes the one that keeps both means closest to those of all.
+    `lengths`: a row of answers and a row of prompts.
+    """
+    relative = lengths / np.maximum(lengths.mean(axis=1, keepdims=True), 1e-12)
+    order, missing, chosen = np.argsort(lengths[0], kind="stable")[::-1], np.zeros((2, 1)), list[int]()
+    for start in range(0, order.size, lanes):
+        group = order[start : start + lanes]
+        missing = missing + relative[:, group].mean(axis=1, keepdims=True)
+        best = np.abs(missing - relative[:, group]).sum(axis=0).argmin()
+        missing = missing - relative[:, group[best], None]
+        chosen.append(int(group[best]))
+    return np.sort(chosen)
 
 
 def _endless(load: Load) -> tuple[Load, tuple[int, int] | None]:

@@ -149,6 +149,15 @@ def test_predicted_hit_rate_raises_the_rate_and_falls_with_instances() -> None:
     assert 0 < figures(CHAT, instances=4)[HIT_RATE] < 0.7 * one[HIT_RATE]
 
 
+@pytest.mark.parametrize("distribution", ["lognormal", "chat"])
+@pytest.mark.parametrize("instances", [2, 4])
+def test_the_requests_of_an_instance_have_the_lengths_of_all(distribution: str, instances: int) -> None:
+    load = Load(input_len=300, output_len=200, num_prompts=400, request_rate=5.0, distribution=distribution)
+    one, several = figures(load), figures(load, instances=instances)
+    tokens = [each["output_tokens_per_s"] / each["requests_per_s"] for each in (one, several)]
+    assert tokens[1] == pytest.approx(tokens[0], rel=0.03)
+
+
 def test_prefix_aware_router_keeps_the_hit_rate_of_one_instance() -> None:
     one, four = figures(CHAT), figures(CHAT, instances=4, prefix_aware=True)
     assert four[HIT_RATE] == pytest.approx(one[HIT_RATE], rel=0.05)
