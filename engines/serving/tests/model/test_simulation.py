@@ -315,7 +315,7 @@ def test_long_answers_of_a_pipeline_are_computed_in_few_steps(monkeypatch: pytes
     price = price_of(replace(LANE, stages=4.0, ahead=1.0, cache_tokens=24_000.0))
     lengths = [(500 + 40 * place, 2_000 + 20 * place) for place in range(12)]
     found = ends(Simulation(price, lengths, None, 8).run())
-    monkeypatch.setattr(simulation, "STEADY_TURNS", inf)
+    monkeypatch.setattr(simulation, "STEADY_TURNS", 1 << 60)
     assert np.array(found) == pytest.approx(np.array(ends(Simulation(price, lengths, None, 8).run())), rel=1e-4)
 
 
