@@ -198,7 +198,7 @@ def _override(config: dict[str, Any], override: str, file: str) -> bool:
 
 DEVICES_PER_NODE = 8
 VIRTUAL, VIRTUAL_LAYERS = "virtual_pipeline_model_parallel_size", SIZES[4]
-_READ_APART = {"pipeline_schedule", LAYOUT, "fp8_recipe"}
+_READ_APART = {"pipeline_schedule", LAYOUT}
 _IN_NAME = re.compile(r"_(\d+)gpu_([a-z]+\d+\w*?)(?=_|$)")
 _DEFAULTS = {setting.name: setting.neutral is True for setting in SETTINGS if setting.name not in _READ_APART}
 """The settings that are read as they are, and the value that is their default: on or off."""
@@ -221,6 +221,8 @@ def translate(
     does not have. Raises SpecError, also for keys in `added` that flagcore does not read.
     """
     notes = Notes(file)
+    if mixed := _mixed_precision(config.get("mixed_precision")):
+        config = {**config, "mixed_precision": mixed}
     sections = {key: value for key in TABLES["used"] if isinstance(value := config.get(key), Mapping)}
     model, train = sections.get("model", {}), sections.get("train", {})
     if not model.get("num_layers"):
@@ -289,7 +291,7 @@ def _entries(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]
     values |= {f"train.{key}": train.get(key) for key in ("micro_batch_size", "global_batch_size", "rampup_batch_size")}
     sharded = ddp.get("use_distributed_optimizer", sections.get("optimizer", {}).get("use_distributed_optimizer"))
     values["ddp.use_distributed_optimizer"] = sharded
-    values |= _precision(config.get("mixed_precision"))
+    values |= _precision(mixed) if (mixed := sections.get("mixed_precision")) else {}
     if peft := config.get("peft"):
         kind = str(peft.get("_target_")).rsplit(".", 1)[-1].lower()
         values |= {"peft.peft_type": kind, "peft.lora_dim": peft.get("dim")}
@@ -297,24 +299,26 @@ def _entries(config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]
     return list(values.items())
 
 
-def _precision(mixed: object) -> dict[str, Any]:
-    """Return the flags for `mixed_precision`: a config, or the name of one. They take precedence over the ones in
-    `model`.
-    """
-    if isinstance(mixed, Mapping):
-        fields = {key: mixed.get(key) for key in ("bf16", "fp16", "fp8", "fp4")}
-        fields["fp8_recipe"] = mixed.get("fp8_recipe") if mixed.get("fp8") else None
-    elif isinstance(mixed, str):
-        text = mixed.replace("-", "_")
-        narrow = next((word for word in ("mxfp8", "nvfp4", "fp8") if word in text), None)
-        fields = {"fp16": text.startswith("fp16"), "bf16": "bf16" in text, "fp8": narrow}
-        fields["fp8_recipe"] = narrow if narrow != "fp8" else None
-        if narrow == "nvfp4":
-            fields |= {"fp8": None, "fp8_recipe": None, "fp4": "e2m1"}
-    else:
-        return {}
+def _precision(mixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags for the config `mixed_precision`. They take precedence over the ones in `model`."""
+    fields = {key: mixed.get(key) for key in ("bf16", "fp16", "fp8", "fp4")}
+    fields["fp8_recipe"] = mixed["fp8_recipe"] if mixed.get("fp8") else None
     model = {"model.bf16": None, "model.fp16": None}
     return {**model, **{f"mixed_precision.{key}": value for key, value in fields.items()}}
+
+
+def _mixed_precision(value: object) -> dict[str, Any]:
+    """Return the config of a mixed precision that is a config or the name of one.
+
+    It is copied into the config of the optimizer, too, with its scales of FP8 that 16-bit jobs do not use
+    (`MixedPrecisionConfig.setup`).
+    """
+    if not isinstance(value, str):
+        return {"fp8_recipe": "tensorwise", **value} if isinstance(value, Mapping) else {}
+    text = value.replace("-", "_")
+    base = "fp16" if text.startswith("fp16") else "bf16"
+    named: dict[str, Any] = next((each for name, each in TABLES["precisions"].items() if name in text), {})
+    return {base: True, "grad_reduce_in_fp32": base == "bf16", "fp8_recipe": "tensorwise", **named}
 
 
 def _vocabulary(flags: Flags, model: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Any:

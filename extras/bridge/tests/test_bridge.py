@@ -99,6 +99,23 @@ def test_adapters_lengths_and_precision() -> None:
     assert imported("llama3_8b.yaml", "mixed_precision=bf16_with_mxfp8_mixed").data["train"]["precision"] == "mxfp8"
 
 
+def test_a_precision_aware_optimizer_of_bridge_holds_whole_main_parameters() -> None:
+    aware = "optimizer.use_precision_aware_optimizer=true"
+    recipes = {"bf16_mixed": "tensorwise", "bf16-with-mxfp8-mixed": "mxfp8", "nanov2_bf16_with_fp8_mixed": "blockwise"}
+    for name, recipe in recipes.items():
+        settings = imported("llama3_8b.yaml", aware, f"mixed_precision={name}").data["train"]["settings"]
+        assert settings["fp8_recipe"] == recipe
+    assert "fp8_recipe" not in imported("llama3_8b.yaml", "mixed_precision=bf16_mixed").data["train"]["settings"]
+
+
+def test_a_named_mixed_precision_has_its_wide_layers_and_fp8_weights() -> None:
+    name = "mixed_precision=nemotron_h_bf16_with_fp8_current_scaling_mixed"
+    settings = imported("llama3_8b.yaml", name, "ddp.grad_reduce_in_fp32=false").data["train"]["settings"]
+    assert settings["first_last_layers_bf16"] is settings["fp8_param_gather"] is True
+    assert settings["num_layers_at_end_in_bf16"] == 2
+    assert "grad_reduce_in_bf16" not in settings  # Megatron-Bridge overwrites it by the recipe's
+
+
 def test_overrides_and_files_of_overrides_change_the_config(tmp_path: Path) -> None:
     (tmp_path / "changes.yaml").write_text("train: {global_batch_size: 64}\nmodel: {seq_length: 4096}\n")
     overrides = (str(tmp_path / "changes.yaml"), "++model.tensor_model_parallel_size=4", "~model.context_parallel_size")

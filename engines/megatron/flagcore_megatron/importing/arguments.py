@@ -210,7 +210,7 @@ def _precision(flags: Flags) -> str:
     if not fp8_format:
         return precision
     if recipe not in (None, "mxfp8"):
-        flags.note("fp8_recipe", f"{recipe}: all recipes but mxfp8 are predicted alike", "train.precision")
+        flags.note("fp8_recipe", f"{recipe}: the times of all recipes but mxfp8 are predicted alike", "train.precision")
     return "mxfp8" if recipe == "mxfp8" else "fp8"
 
 

@@ -51,6 +51,8 @@ after the exchange of context parallelism with a2a.
 
 Sources: megatron-core `rope_utils.py` at core_v0.16 and @61f31145 (0.19), vectorized by @e4ba3a30 in August 2026;
 transformer-engine `context_parallel.py` until 2.17, a kernel since @70101184 (2.18, June 2026)."""
+HELD_SINCE = ">=0.13"
+"""Releases that hold the main parameters of a precision-aware optimizer themselves in FP8 jobs."""
 SECOND_MOMENTS = {"sgd": "none", "muon": "others", "dist_muon": "others", "lion": "others"}
 """The parameters with a second moment, by optimizer. Muon and Lion update matrices, Adam all others.
 
@@ -109,6 +111,7 @@ def options(task: Task) -> Options:
     shared = str(settings.get("data_parallel_sharding_strategy") or "optim_grads_params").split("_")
     fields["whole"] = frozenset(name for name, word in SHARED.items() if word not in shared)
     fields["fsdp"] |= bool(settings.get("use_torch_fsdp2"))
+    fields["precision_aware_optimizer"] &= _adam_has_main_params(train, settings, version)
     fields |= {name: BYTES[str(settings.get(key, "fp32"))] for name, key in TABLES["widths"].items()}
     return Options(
         **fields,
@@ -150,6 +153,18 @@ def options(task: Task) -> Options:
         graphs=graphs(settings),
         dropout=bool(settings.get("attention_dropout") or settings.get("hidden_dropout")),
     )
+
+
+def _adam_has_main_params(train: TrainSpec, settings: Settings, version: str | None) -> bool:
+    """Return whether transformer-engine's Adam holds the main parameters of a precision-aware optimizer.
+
+    With the scales of most FP8 recipes, Megatron holds whole ones and copies 16-bit gradients to fp32, in 16-bit jobs
+    that name such a recipe, too (megatron-core 0.13 to 0.20, `use_precision_aware_optimizer_no_fp8_or_ds_fp8`).
+    """
+    recipe = settings.get("fp8_recipe") or ("mxfp8" if train.precision == "mxfp8" else "delayed")
+    is_narrow = settings.get("main_params_dtype", "fp32") != "fp32"
+    others_hold = is_narrow or settings.get("optimizer_cpu_offload") or not in_versions(HELD_SINCE, version)
+    return recipe == "delayed" or bool(others_hold)
 
 
 def _narrow_head(train: TrainSpec, settings: Settings) -> frozenset[str]:

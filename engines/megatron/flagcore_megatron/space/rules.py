@@ -25,6 +25,7 @@ from flagcore_megatron.program.user_command import implementation_of_command
 from flagcore_megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM
 from flagcore_megatron.space.meshes import CP, DP, EP, MBS, PP, SP, TP
 from flagcore_megatron.space.options import (
+    AWARE_OPTIMIZER,
     MUON_SHARDED_SINCE,
     Settings,
     graphs,
@@ -312,7 +313,7 @@ def _requirement_rules(task: Task, settings: Settings) -> Iterator[Rule]:
         "moe_flex_dispatcher_backend": ("moe_token_dispatcher_type: flex", is_flex),
         "moe_dispatch_fwd_dtype": narrow,
         "moe_combine_bwd_dtype": narrow,
-        "fp8_recipe": ("fp8_format", "fp8" in precision(task.spec.train, settings)),
+        "fp8_recipe": ("fp8_format", "fp8" in precision(task.spec.train, settings) or settings.get(AWARE_OPTIMIZER)),
         "cuda_graph_scope": ("cuda_graph_impl", settings.get("cuda_graph_impl", "none") != "none"),
     }
     for name, (requirement, is_met) in requirements.items():

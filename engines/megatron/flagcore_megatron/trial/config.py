@@ -144,8 +144,10 @@ def optimizer_config(job: TrialJob, config: Any) -> Any:
         "use_precision_aware_optimizer": candidate.use_precision_aware_optimizer,
     }
     values |= {name: _STATE_DTYPES[kind] for name in _STATE_FIELDS if (kind := getattr(candidate, name)) is not None}
-    # From 0.14 on, this is also a field of the optimizer's configuration.
-    values |= accepted_arguments(OptimizerConfig, overlap_param_gather=candidate.overlap_param_gather)
+    # Fields of the optimizer's configuration from 0.13 and 0.14 on. A recipe counts in 16-bit jobs, too.
+    recipe = candidate.fp8_recipe or config.fp8_recipe
+    given = accepted_arguments(OptimizerConfig, overlap_param_gather=candidate.overlap_param_gather, fp8_recipe=recipe)
+    values |= given
     return build_config(OptimizerConfig, values)
 
 

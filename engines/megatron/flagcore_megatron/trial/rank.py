@@ -269,7 +269,7 @@ def _effective(job: TrialJob, built: BuiltModel, layers_per_stage: list[int]) ->
         "use_recompute": config.recompute_granularity is not None,
         "recompute_modules": config.recompute_modules if config.recompute_granularity == "selective" else None,
         "precision": job.train.precision if config.fp8 else _PRECISIONS[next(built.chunks[0].parameters()).dtype],
-        "fp8_recipe": config.fp8_recipe if config.fp8 else None,
+        "fp8_recipe": config.fp8_recipe if config.fp8 else job.candidate.fp8_recipe,
         "implementation": job.train.implementation,
         "moe_token_dispatcher_type": config.moe_token_dispatcher_type if config.num_moe_experts else None,
         **_reported(),

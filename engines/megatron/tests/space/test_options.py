@@ -64,6 +64,15 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**AWARE, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16", "main_params_dtype": "fp16"},
         {"precision_aware_optimizer": True, "exp_avg_bytes": 1, "exp_avg_sq_bytes": 2, "main_param_bytes": 2},
     ),
+    "FP8 in whose scales Megatron holds main parameters": (
+        {**AWARE, "fp8_recipe": "tensorwise", "exp_avg_dtype": "bf16"},
+        {"precision_aware_optimizer": False, "exp_avg_bytes": 2},
+    ),
+    "FP8 of transformer-engine's Adam": ({**AWARE, "fp8_recipe": "delayed"}, {"precision_aware_optimizer": True}),
+    "FP8 and narrow main parameters": (
+        {**AWARE, "fp8_recipe": "mxfp8", "main_params_dtype": "fp16"},
+        {"precision_aware_optimizer": True, "main_param_bytes": 2},
+    ),
     "offload of all": (
         {**AWARE, "optimizer_cpu_offload": True},
         {"precision_aware_optimizer": True, "optimizer_offload_fraction": 1.0},
