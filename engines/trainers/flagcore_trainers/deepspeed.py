@@ -324,13 +324,19 @@ class DeepSpeed(Trainer):
         scatters = is_muon and start.value_at(content, SCATTERS) is not False
         devices, model, length = task.cluster.devices, task.spec.model, task.spec.train.seq_length
         heads = (each.num_heads for each in attention_counts(model))
-        shared = math.gcd(length, model.num_attention_heads, *heads)
+        shared, groups = math.gcd(length, model.num_attention_heads, *heads), model.num_query_groups
+
+        def uneven(columns: Columns) -> BoolArray:  # 0.19.8 `sequence_parallel/ulysses_sp.py`
+            size = np.maximum(columns.get(ULYSSES, 1), 1)
+            return np.asarray((groups % size != 0) & (size % groups != 0))
+
         return (
             *super().rules(task),
             rule("offload_needs_zero", broken),
             rule("muon_scatters", lambda c: (self.numbers(task, c)[ZERO] == 3) & scatters, key=SCATTERS),
             rule("hpz_groups", lambda c: devices % np.maximum(c[HPZ], 1) != 0, devices=devices),
             rule("ulysses", lambda c: shared % np.maximum(c.get(ULYSSES, 1), 1) != 0, shared=shared),
+            rule("ulysses_groups", uneven, groups=groups),
             rule("autotp_or_ulysses", lambda c: np.asarray((c.get(AUTOTP, 1) > 1) & (c.get(ULYSSES, 1) > 1))),
         )
 

@@ -194,6 +194,14 @@ def test_rules_of_parallel_groups(values: dict[str, int], rule: str) -> None:
     assert rule in [each.name for each in DEEPSPEED.rules(job) if each.broken(columns)[0]]
 
 
+@pytest.mark.parametrize(("size", "is_legal"), [(2, True), (4, False), (10, True), (20, True)])
+def test_ulysses_divides_kv_heads_or_copies_them(size: int, is_legal: bool) -> None:
+    job = task(engine="deepspeed", command=("x",))
+    job = replace(job, spec=replace(job.spec, model=replace(job.spec.model, num_query_groups=10)))
+    rules = {rule.name: rule.broken for rule in DEEPSPEED.rules(job)}
+    assert rules["ulysses_groups"]({ULYSSES: np.array([size])}).tolist() == [not is_legal]
+
+
 def test_groups_of_a_layer_are_written_and_need_less_memory(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(CONFIG)
     job = task(engine="deepspeed", command=("x", "--deepspeed=ds.json"), directory=str(tmp_path))
