@@ -85,7 +85,7 @@ def test_overlapped_batches_need_an_exchange_that_supports_them(
         ("gfx950", "0.33.0", 8192, 1024, 512),
     ],
 )
-def test_default_batches_and_graphs_follow_the_chip(chip: str, version: str, tokens: int, seqs: int, graph: int) -> None:
+def test_batches_and_graphs_follow_the_chip(chip: str, version: str, tokens: int, seqs: int, graph: int) -> None:
     task = cards(memory=80 * GIB, engine_version=version)
     group = task.cluster.groups[0]
     rates = dict.fromkeys(("bf16", "fp8", "fp4"), group.chip.dense_flops_per_second["bf16"])
