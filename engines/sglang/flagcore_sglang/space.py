@@ -30,7 +30,7 @@ from flagcore.errors import SpecError
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedule_policy"
-MIXED = "enable_mixed_chunk"
+MIXED, TRTLLM = "enable_mixed_chunk", "trtllm_mha"
 HICACHE, STORAGE = "hicache_size", "hicache_storage_backend"
 NGRAM, NEED_DRAFT_MODEL = "NGRAM", ("EAGLE", "EAGLE3", "STANDALONE")
 MIN_RUNNING = 2048
@@ -280,6 +280,20 @@ def _is_aiter(task: Task, columns: Columns) -> BoolArray:
     return np.asarray((given == PROGRAM.code(BACKEND, "aiter")) | ((given == 0) & is_default))
 
 
+def page_sizes(task: Task, columns: Columns) -> IntArray:
+    """Return the tokens of a page: 64 in place of sizes that `trtllm_mha` does not have.
+
+    On the compute capability 10, it is the default backend without latent attention and drafts (0.5.12
+    `server_args.py`, 0.5.23 `arg_groups/model_override_base.py` and `overrides.py`).
+    """
+    page, given = or_default(columns[PAGE], 1), columns[BACKEND]
+    is_new = task.cluster.groups[0].chip.architecture.startswith("sm_10") and not latent_layers(task.spec.model)
+    is_default = (given == 0) & (columns[SPECULATION] == 0) & is_new
+    sizes = PROGRAM.block_sizes[TRTLLM]
+    is_trtllm = is_default | (given == PROGRAM.code(BACKEND, TRTLLM))
+    return np.where(is_trtllm & ~np.isin(page, sizes), 64, page)
+
+
 def _contexts(task: Task, columns: Columns) -> IntArray:
     """Return the context length that the servers have: by default the model's."""
     return or_default(columns[knobs.CONTEXT], context_limit(task.spec) or longest_request(task))
@@ -373,7 +387,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         devices=devices,
         max_running=np.where(values[RUNNING] > 0, np.maximum(values[RUNNING] // values[DP], 1), running),
         max_batched_tokens=tokens,
-        block_size=or_default(values[PAGE], 1),
+        block_size=page_sizes(task, values),
         chunked=(chunk > 0).astype(np.int64),
         mixed_chunks=(values[MIXED] > 0) & (chunk > 0),
         graph_tokens=np.where((values[EAGER] == 0) & (not hardware.on_cores), largest_graph(task) or GRAPH_TOKENS, 0),
