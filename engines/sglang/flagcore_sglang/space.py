@@ -67,6 +67,8 @@ PROMPT_GRAPHS = (*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *r
 """Tokens of the graphs of prompts, before sizes in steps of 256 to 4,096, and of 512 (`cuda_graph_hook.py`)."""
 PROMPT_GRAPHS_SINCE, EXCHANGE_SINCE = (0, 5, 12), (0, 5, 15)
 """The first releases seen whose share leaves room for graphs of prompts, and for DeepEP's buffers instead of drafts."""
+LIMITS_GRAPHS_SINCE = (0, 5, 22)
+"""The first release whose decode graphs are at most max_running_requests, and not 0.5.21 (`memory_hook.py`)."""
 MANY_GRAPHS = 300
 """The largest decode graph above which attention data parallelism needs half as much memory again (`memory_hook.py`).
 """
@@ -226,6 +228,8 @@ def graph_mib(task: Task, columns: Columns) -> FloatArray:
     """
     ranks = columns[DP]
     largest = np.where(columns[EAGER] == 1, 0, memory_defaults(task, columns[TP] * ranks)[1])
+    if _release(task) >= LIMITS_GRAPHS_SINCE and not largest_graph(task):
+        largest = np.where(columns[RUNNING] > 0, np.minimum(largest, columns[RUNNING]), largest)
     of_ranks = np.where(ranks > 1, ranks * np.where(largest > MANY_GRAPHS, 4.5, 3.0), 0.0)
     return largest * (2.0 + of_ranks)
 

@@ -177,6 +177,8 @@ def test_a_server_that_speculates_runs_48_requests_of_all_attention_groups_by_de
         (DENSE, "0.5.23", {"chunked_prefill_size": -1}, 1.5 * (16384 - 8192)),
         (DENSE, "0.5.23", {"enforce_eager": True}, -512),  # no graphs of answers either: 256 of 2 MiB
         (DENSE, "0.5.23", {"all2all_backend": "deepep"}, 8 * 58 + 2048),
+        (DENSE, "0.5.22", {"max_running_requests": 16}, 8 * 58 - 2 * (256 - 16)),
+        (DENSE, "0.5.21", {"max_running_requests": 16}, 8 * 58),
         (LATENT, "0.5.23", {}, 1536),
         (LATENT, "0.5.9", {}, 0),
         (DENSE, "0.5.9", {"speculation": "EAGLE3"}, 2048),
