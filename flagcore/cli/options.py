@@ -308,7 +308,7 @@ def _with_model(
 
     for name, limit in (("ttft", ttft_p99), ("tpot", tpot_p99)):
         if limit and parse_amount(limit, SECONDS) is None:
-            text = N_("--{name}-p99 {limit}: expected a time with a unit, such as 500ms or 1s")
+            text = N_("--{name}-p99 {limit}: expected digits with a unit, such as 500ms or 1s")
             raise click.UsageError(_(text, name=name, limit=limit))
         slo += (f"p99 {name} {limit}",) if limit else ()
     if model is None:

@@ -32,14 +32,18 @@ PROGRAM = Program.read("flagcore_lmdeploy")
 PYTORCH = PROGRAM.code(BACKEND, "pytorch")
 
 
-def _default_batch(task: Task) -> int:
-    """Return LMDeploy's default of max_batch_size.
+BATCHES = {"a100": 384, "a800": 384, "h100": 1024, "h800": 1024, "l20y": 1024, "h200": 1024}
+"""Defaults of max_batch_size by a part of the device's name (lmdeploy 0.18 `utils.py`). Others have OTHER_BATCH."""
+OTHER_BATCH, OTHER_DEVICES_BATCH = 128, 256
+"""The default of other chips of the device type `cuda`, and that of all other device types."""
 
-    LMDeploy uses a large value for some chips, which it knows by name, and otherwise 128 (256 on other device types).
-    All chips with the large value compute in fp8 and have at least 70 GiB, which is therefore the condition here.
-    """
-    hardware = Hardware.of(task)
-    return 1024 if hardware.fp8 and hardware.memory_bytes >= 70 * 2**30 else 128
+
+def _default_batch(task: Task) -> int:
+    """Return LMDeploy's default of max_batch_size."""
+    chip = task.cluster.groups[0].chip
+    if chip.architecture and not chip.architecture.startswith("sm_"):
+        return OTHER_DEVICES_BATCH
+    return next((batch for name, batch in BATCHES.items() if name in chip.name.lower()), OTHER_BATCH)
 
 
 def _cache_bytes(task: Task, get: Columns, buffer_tokens: IntArray) -> FloatArray:

@@ -1,6 +1,7 @@
 """LMDeploy: knobs, rules, settings, the command line and what is read back, as its documentation has them."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,18 @@ def test_the_cache_is_a_share_of_the_memory_without_weights() -> None:
     buffers = 2.0 * (8192 + 2 * 128) * task.spec.model.vocab_size
     assert settings(task, backend="pytorch").cache_bytes == pytest.approx(0.8 * (free - buffers))
     assert settings(task, kv_cache_type="int4").cache_element_bytes == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "batch"),
+    [("A100-80GB", "sm_80", 384), ("H200-NVL", "sm_90", 1024), ("H20", "sm_90", 128), ("C500", "xcore1000", 256)],
+)
+def test_the_default_batch_follows_the_name_of_the_device(name: str, architecture: str, batch: int) -> None:
+    task = planned("lmdeploy")
+    group = task.cluster.groups[0]
+    group = replace(group, chip=replace(group.chip, name=name, architecture=architecture))
+    task = replace(task, cluster=replace(task.cluster, groups=(group,)))
+    assert settings(task).max_running.item() == batch
 
 
 def test_a_request_has_token_ids_and_a_streamed_answer() -> None:

@@ -30,6 +30,7 @@ from flagcore_models.keys import (
     unread_keys,
 )
 from flagcore_models.layers import attention_of, network_of
+from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.indexer import Indexer
 
 FULL, WINDOW = "full_attention", "sliding_attention"
@@ -65,6 +66,7 @@ class Config(BaseModel):
     intermediate_size: Size
     num_attention_heads: Size
     vocab_size: Size
+    quantization_config: dict[str, Any] | None = None
     num_key_value_heads: Size | None = None
     head_dim: NoSize | None = None
     tie_word_embeddings: bool = False
@@ -111,6 +113,7 @@ class Config(BaseModel):
     loop_end: Layers | None = None
     layers_after_loop: NoLayers = 0
     loop_passes: Layers = 1
+    num_mem_blocks: Layers | None = None
     low_cycles: Layers | None = None
     high_cycles: Layers = 1
     attention_k_eq_v: bool = False
@@ -231,6 +234,9 @@ class Config(BaseModel):
             for place, number in enumerate(order)
             for each in runs[number]
         ]
+        blocks_with_attention = [place for place, each in enumerate(layers) if isinstance(each.mixer, Attention)]
+        for place in blocks_with_attention[self.num_mem_blocks or len(layers) :]:  # Zamba2 runs the first ones again
+            layers[place] = replace(layers[place], repeats=True)
         return () if _is_plain(model, layers) and len(order) == len(runs) else tuple(layers)
 
     def _order(self) -> list[int]:
@@ -411,7 +417,7 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
     config = section_of(config, "thinker_config") or config
     whole, kind = config, config.get("model_type")
     if inner := section_of(config, "text_config"):
-        outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        outer = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
         config, path = {**inner, **outer}, ("text_config",)
         kind = config.get("model_type", kind)
     family = FAMILIES.get(kind) if isinstance(kind, str) else None

@@ -49,7 +49,10 @@ def gguf_shape(path: str) -> dict[str, Any]:
     header = _header(path)
     shape: dict[str, Any] = {key: header.size(name) for key, name in _SIZES.items()}
     # xllamacpp 2026.10.11549: the last blocks, for multi-token prediction, are neither loaded nor cached
-    shape["num_layers"] -= header.size("nextn_predict_layers", 0)
+    if (drafts := header.size("nextn_predict_layers", 0)) >= shape["num_layers"]:
+        problem = f"has {drafts} blocks for multi-token prediction of {shape['num_layers']}, so no layers"
+        raise SpecError(key="model", value=path, problem=problem, fix="give a complete model")
+    shape["num_layers"] -= drafts
     shape["num_query_groups"] = header.size("attention.head_count_kv", shape["num_attention_heads"])
     shape["kv_channels"] = header.size("attention.key_length", shape["hidden_size"] // shape["num_attention_heads"])
     shape["vocab_size"] = header.vocabulary()

@@ -11,9 +11,10 @@ from flagcore_models.keys import section_of
 def format_of_weights(config: Mapping[str, Any]) -> str | None:
     """Return the number format of quantized weights, or None if they are not quantized or the format is unknown.
 
-    Weights of 4 bits that are converted before computing, including mxfp4 (17/32 bytes), are reported as int4. Reads
-    the keys of transformers (AWQ, GPTQ, bitsandbytes, mxfp4, fp8), compressed-tensors (`config_groups`), ModelOpt, and
-    Quark (vLLM 0.32 `quantization/quark`) but for its mxfp4.
+    Weights of 4 bits that are converted before computing, including mxfp4 of transformers (17/32 bytes), are reported
+    as int4. Reads the keys of transformers (AWQ, GPTQ, bitsandbytes, mxfp4, fp8), compressed-tensors (`config_groups`;
+    mxfp4 has one scale for 32 weights, vLLM 0.33 `_is_mxfp4`), ModelOpt, and Quark (vLLM 0.32 `quantization/quark`)
+    but for its mxfp4.
     """
     found = section_of(config, "quantization_config") or section_of(
         section_of(config, "text_config"), "quantization_config"
@@ -36,7 +37,8 @@ def format_of_weights(config: Mapping[str, Any]) -> str | None:
         return "nvfp4" if algorithm == "NVFP4" else None
     kind = "fp" if weights.get("type") == "float" else "int"
     name = f"{kind}{weights.get('num_bits')}"
-    return {"fp4": "nvfp4", "fp8": "fp8", "int8": "int8", "int4": "int4"}.get(name)
+    four = "mxfp4" if weights.get("group_size") == 32 else "nvfp4"
+    return {"fp4": four, "fp8": "fp8", "int8": "int8", "int4": "int4"}.get(name)
 
 
 def has_fp8_cache(model: Model, methods: tuple[str, ...]) -> bool:

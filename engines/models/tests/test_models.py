@@ -213,6 +213,7 @@ def test_no_experts_or_no_layer_with_them_is_a_dense_model(at: At) -> None:
         (GEMMA3 | {"layer_types": ["full_attention"]}, "layer_types", "num_hidden_layers = 12"),
         (DEEPSEEK_V3 | {"num_key_value_heads": 8}, "num_key_value_heads", "must equal"),
         (DEEPSEEK_V2_LITE | {"num_experts_per_tok": None}, "num_experts_per_tok", "from 1 to"),
+        (LLAMA3 | {"quantization_config": "fp8"}, "quantization_config", "mapping"),
     ],
 )
 def test_config_that_cannot_be_read_is_refused(
@@ -313,6 +314,13 @@ def test_a_window_may_have_a_latent_of_its_own(at: At) -> None:
     } == {(512, 128), (1024, 192)}
 
 
+def test_later_blocks_of_zamba2_run_the_first_ones_again(at: At) -> None:
+    kinds = {"layers_block_type": ["mamba", "hybrid"] * 3, "num_mem_blocks": 2}
+    model = read_model("Some-Model", at(config("zamba2", 6, 256, 512, 8, 99, **kinds)))
+    assert [each.repeats for each in model.layers if isinstance(each.mixer, Attention)] == [False, False, True]
+    assert not any(each.repeats for each in model.layers if not isinstance(each.mixer, Attention))
+
+
 LOOP = {"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_num_passes": 3}
 
 
@@ -390,6 +398,12 @@ def test_an_invalid_tower_names_its_key(tmp_path: Path) -> None:
 def test_the_format_of_a_checkpoint_of_quark_is_that_of_its_weights(kind: str, expected: str | None) -> None:
     stored = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": kind}}}
     assert format_of_weights({"quantization_config": stored}) == expected
+
+
+@pytest.mark.parametrize(("size", "expected"), [(16, "nvfp4"), (32, "mxfp4")])
+def test_floats_of_4_bits_are_mxfp4_if_32_share_a_scale(size: int, expected: str) -> None:
+    weights = {"num_bits": 4, "type": "float", "group_size": size}
+    assert format_of_weights({"quantization_config": {"config_groups": {"all": {"weights": weights}}}}) == expected
 
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf to make a header")
@@ -495,6 +509,8 @@ def test_a_missing_size_is_named(tmp_path: Path) -> None:
     sizes = {name: size for name, size in DENSE.items() if name != "block_count"}
     with pytest.raises(SpecError, match=r"has no llama\.block_count"):
         gguf_shape(header(tmp_path, "llama", sizes))
+    with pytest.raises(SpecError, match="so no layers"):
+        gguf_shape(header(tmp_path, "glm4moe", DENSE | {"nextn_predict_layers": 4}))
 
 
 @pytest.mark.parametrize(

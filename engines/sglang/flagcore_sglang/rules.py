@@ -4,10 +4,10 @@ import numpy as np
 from flagcore_models.layers import latent_layers
 from flagcore_serving.space import adapters, placement, rules
 from flagcore_serving.space.hardware import DP, EP, TP, Hardware, longest_request
-from flagcore_serving.space.knobs import BACKEND, EAGER, EXCHANGE, REDUNDANT
+from flagcore_serving.space.knobs import BACKEND, EAGER, EXCHANGE, REDUNDANT, SPECULATION
 
 from flagcore.domain.knob import in_versions
-from flagcore.domain.space import KnobValue, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.i18n import N_
 from flagcore_sglang.servers import ENCODERS_SINCE
@@ -21,6 +21,7 @@ from flagcore_sglang.space import (
     PROGRAM,
     SPANNING,
     chunk_sizes,
+    page_sizes,
 )
 
 
@@ -112,10 +113,16 @@ def merges(task: Task) -> tuple[Merge, ...]:
     """Return merges that ignore knobs without effect, and that treat SGLang's defaults as not set."""
     defaults: dict[str, KnobValue] = {POLICY: "fcfs"}
     has_backend = BACKEND in task.spec.space or BACKEND in PROGRAM.parse(task.spec).fixed
-    if not has_backend and not latent_layers(task.spec.model):
-        defaults[PAGE] = 1
+    has_default_page = not has_backend and not latent_layers(task.spec.model)
+
+    def is_default_page(c: Columns) -> BoolArray:
+        c = {BACKEND: np.zeros_like(c[PAGE]), **c}
+        unset: BoolArray = page_sizes(task, c) == page_sizes(task, {**c, PAGE: 0 * c[PAGE]})
+        return unset
+
     on_cores = Hardware.of(task).on_cores
     return (
+        *((rules.ignoring("page_by_default", (SPECULATION, PAGE), is_default_page),) if has_default_page else ()),
         *rules.merges_of_kinds(),
         *rules.same_as_unset(PROGRAM, defaults),
         rules.no_drafts(),

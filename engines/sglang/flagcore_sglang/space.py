@@ -30,7 +30,7 @@ from flagcore.errors import SpecError
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedule_policy"
-MIXED = "enable_mixed_chunk"
+MIXED, TRTLLM = "enable_mixed_chunk", "trtllm_mha"
 HICACHE, STORAGE = "hicache_size", "hicache_storage_backend"
 NGRAM, NEED_DRAFT_MODEL = "NGRAM", ("EAGLE", "EAGLE3", "STANDALONE")
 MIN_RUNNING = 2048
@@ -67,6 +67,8 @@ PROMPT_GRAPHS = (*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *r
 """Tokens of the graphs of prompts, before sizes in steps of 256 to 4,096, and of 512 (`cuda_graph_hook.py`)."""
 PROMPT_GRAPHS_SINCE, EXCHANGE_SINCE = (0, 5, 12), (0, 5, 15)
 """The first releases seen whose share leaves room for graphs of prompts, and for DeepEP's buffers instead of drafts."""
+LIMITS_GRAPHS_SINCE = (0, 5, 22)
+"""The first release whose decode graphs are at most max_running_requests, and not 0.5.21 (`memory_hook.py`)."""
 MANY_GRAPHS = 300
 """The largest decode graph above which attention data parallelism needs half as much memory again (`memory_hook.py`).
 """
@@ -226,6 +228,8 @@ def graph_mib(task: Task, columns: Columns) -> FloatArray:
     """
     ranks = columns[DP]
     largest = np.where(columns[EAGER] == 1, 0, memory_defaults(task, columns[TP] * ranks)[1])
+    if _release(task) >= LIMITS_GRAPHS_SINCE and not largest_graph(task):
+        largest = np.where(columns[RUNNING] > 0, np.minimum(largest, columns[RUNNING]), largest)
     of_ranks = np.where(ranks > 1, ranks * np.where(largest > MANY_GRAPHS, 4.5, 3.0), 0.0)
     return largest * (2.0 + of_ranks)
 
@@ -278,6 +282,20 @@ def _is_aiter(task: Task, columns: Columns) -> BoolArray:
     is_default = task.cluster.groups[0].chip.architecture.startswith("gfx9")
     given = columns[BACKEND]
     return np.asarray((given == PROGRAM.code(BACKEND, "aiter")) | ((given == 0) & is_default))
+
+
+def page_sizes(task: Task, columns: Columns) -> IntArray:
+    """Return the tokens of a page: 64 in place of sizes that `trtllm_mha` does not have.
+
+    On the compute capability 10, it is the default backend without latent attention and drafts (0.5.12
+    `server_args.py`, 0.5.23 `arg_groups/model_override_base.py` and `overrides.py`).
+    """
+    page, given = or_default(columns[PAGE], 1), columns[BACKEND]
+    is_new = task.cluster.groups[0].chip.architecture.startswith("sm_10") and not latent_layers(task.spec.model)
+    is_default = (given == 0) & (columns[SPECULATION] == 0) & is_new
+    sizes = PROGRAM.block_sizes[TRTLLM]
+    is_trtllm = is_default | (given == PROGRAM.code(BACKEND, TRTLLM))
+    return np.where(is_trtllm & ~np.isin(page, sizes), 64, page)
 
 
 def _contexts(task: Task, columns: Columns) -> IntArray:
@@ -373,7 +391,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         devices=devices,
         max_running=np.where(values[RUNNING] > 0, np.maximum(values[RUNNING] // values[DP], 1), running),
         max_batched_tokens=tokens,
-        block_size=or_default(values[PAGE], 1),
+        block_size=page_sizes(task, values),
         chunked=(chunk > 0).astype(np.int64),
         mixed_chunks=(values[MIXED] > 0) & (chunk > 0),
         graph_tokens=np.where((values[EAGER] == 0) & (not hardware.on_cores), largest_graph(task) or GRAPH_TOKENS, 0),

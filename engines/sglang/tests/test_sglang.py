@@ -11,7 +11,7 @@ from flagcore_models.mixers.indexer import Indexer
 from flagcore_sglang.engine import ENGINE as ENGINE
 
 from engines.models.tests.examples import mixed
-from engines.serving.tests.engines.tasks import GIB, broken, planned, server, settings
+from engines.serving.tests.engines.tasks import GIB, broken, merged, planned, server, settings
 from flagcore.api import estimate_jobs
 from flagcore.domain.model import Model
 from tests.product.serving_inputs import LATENT
@@ -177,6 +177,8 @@ def test_a_server_that_speculates_runs_48_requests_of_all_attention_groups_by_de
         (DENSE, "0.5.23", {"chunked_prefill_size": -1}, 1.5 * (16384 - 8192)),
         (DENSE, "0.5.23", {"enforce_eager": True}, -512),  # no graphs of answers either: 256 of 2 MiB
         (DENSE, "0.5.23", {"all2all_backend": "deepep"}, 8 * 58 + 2048),
+        (DENSE, "0.5.22", {"max_running_requests": 16}, 8 * 58 - 2 * (256 - 16)),
+        (DENSE, "0.5.21", {"max_running_requests": 16}, 8 * 58),
         (LATENT, "0.5.23", {}, 1536),
         (LATENT, "0.5.9", {}, 0),
         (DENSE, "0.5.9", {"speculation": "EAGLE3"}, 2048),
@@ -193,6 +195,28 @@ def test_the_share_of_memory_leaves_room_for_graphs_of_prompts_buffers_and_draft
     task = replace(task, cluster=replace(task.cluster, groups=(group,)))
     reserved = (1 - settings(task, **values).memory_fraction.item()) * 80 * 1024
     assert reserved == pytest.approx(512 + 1.5 * 8192 + 512 + 128 + mib, abs=41)  # the share has three digits
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "page"),
+    [
+        ("sm_103", {}, 64),
+        ("sm_103", {"page_size": 1}, 64),
+        ("sm_103", {"page_size": 32}, 32),
+        ("sm_103", {"speculation": "NGRAM"}, 1),
+        ("sm_120", {}, 1),
+        ("sm_90", {"attention_backend": "trtllm_mha"}, 64),
+    ],
+)
+def test_a_page_has_a_size_that_the_attention_backend_supports(
+    architecture: str, values: dict[str, Any], page: int
+) -> None:
+    task = cards()
+    group = task.cluster.groups[0]
+    group = replace(group, chip=replace(group.chip, architecture=architecture))
+    task = replace(task, cluster=replace(task.cluster, groups=(group,)))
+    assert settings(task, **values).block_size.item() == page
+    assert values or merged(ENGINE, task, page_size=page) == merged(ENGINE, task)
 
 
 def test_a_vision_tower_lowers_the_share_of_memory_unless_it_is_left_out() -> None:

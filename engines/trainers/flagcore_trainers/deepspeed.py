@@ -35,6 +35,7 @@ from flagcore.i18n import _
 from flagcore.spec.plain_data import Notes, package_yaml
 from flagcore_trainers import framework, start
 from flagcore_trainers.fully_shard import AC
+from flagcore_trainers.fully_shard.memory import LOSS_BYTES
 from flagcore_trainers.fully_shard.traffic import INTERVAL, with_torch_attention
 from flagcore_trainers.fully_shard.weights import small_weights
 from flagcore_trainers.importing import DEEPSPEED as DEEPSPEED_SETTINGS
@@ -209,7 +210,7 @@ class DeepSpeed(Trainer):
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         found, numbers = super().predict(task, columns, costs), self.numbers(task, columns)
         if (numbers[AUTOTP] > 1).any():
-            found = _with_whole_tables(task, numbers, self.described.state_bytes, found)
+            found = _with_whole_embedding(task, numbers, self.described.state_bytes, found)
         return _with_exchange(found, self._exposed_seconds(task, columns, costs, numbers, found))
 
     def buffers(self, task: Task, columns: Columns, numbers: Mapping[str, IntArray]) -> Mapping[str, FloatArray]:
@@ -251,12 +252,15 @@ class DeepSpeed(Trainer):
         if start.value_at(content, f"zero_optimization.{PARAMETERS}.device") in ("cpu", "nvme"):
             host = host + np.where(is_zero_3, u * weights / ranks, 0.0)
         between = main + np.where(is_zero_3, bucket + u * small, -gradients)
+        logits = layout.tokens(task.spec.train.seq_length) * model.vocab_size * (1.0 - 1.0 / numbers[AUTOTP])
+        logits = logits * (model.untie_embeddings_and_output_weights and not train.options.tiled_loss)
         moments = {
             "between": between,
             "step": step + np.maximum(between, 0.0),
             "forward": main + gathered + prefetched + stays,
-            "loss": main + gathered + stays,
-            **dict.fromkeys(("head", "layer"), main + gathered + bucket),
+            "loss": main + gathered + stays + LOSS_BYTES * logits,
+            "head": main + gathered + bucket + u * logits,
+            "layer": main + gathered + bucket,
             "end": main + bucket,
         }
         cached = np.where(is_zero_3 & overlaps, gathered + prefetched + bucket, 0.0)
@@ -324,13 +328,22 @@ class DeepSpeed(Trainer):
         scatters = is_muon and start.value_at(content, SCATTERS) is not False
         devices, model, length = task.cluster.devices, task.spec.model, task.spec.train.seq_length
         heads = (each.num_heads for each in attention_counts(model))
-        shared = math.gcd(length, model.num_attention_heads, *heads)
+        shared, groups = math.gcd(length, model.num_attention_heads, *heads), model.num_query_groups
+
+        has_no_plan = bool(model.experts) and start.value_at(content, "tensor_parallel.partition_config") is None
+
+        def uneven(columns: Columns) -> BoolArray:  # 0.19.8 `sequence_parallel/ulysses_sp.py`
+            size = np.maximum(columns.get(ULYSSES, 1), 1)
+            return np.asarray((groups % size != 0) & (size % groups != 0))
+
         return (
             *super().rules(task),
             rule("offload_needs_zero", broken),
             rule("muon_scatters", lambda c: (self.numbers(task, c)[ZERO] == 3) & scatters, key=SCATTERS),
             rule("hpz_groups", lambda c: devices % np.maximum(c[HPZ], 1) != 0, devices=devices),
             rule("ulysses", lambda c: shared % np.maximum(c.get(ULYSSES, 1), 1) != 0, shared=shared),
+            rule("ulysses_groups", uneven, groups=groups),
+            rule("autotp_experts", lambda c: np.asarray((c.get(AUTOTP, 1) > 1) & has_no_plan)),
             rule("autotp_or_ulysses", lambda c: np.asarray((c.get(AUTOTP, 1) > 1) & (c.get(ULYSSES, 1) > 1))),
         )
 
@@ -432,12 +445,15 @@ def _with_exchange(found: Predictions, seconds: FloatArray) -> Predictions:
     return replace(found, step_time_s=total, low_s=low, high_s=high, time_s={**found.time_s, EXCHANGE: seconds})
 
 
-def _with_whole_tables(
+def _with_whole_embedding(
     task: Task, numbers: Mapping[str, IntArray], states: StateSection, found: Predictions
 ) -> Predictions:
-    """Return predictions with whole embeddings and heads, which AutoTP does not split (`module_inject/auto_tp.py`)."""
+    """Return predictions with a whole embedding, which AutoTP splits only if it is also the head.
+
+    Run with 0.19.8 and transformers 5.24: it splits the head, and gathers the logits unless it is tied.
+    """
     model, u = task.spec.model, 4 if task.spec.train.precision == "fp32" else 2
-    tables = model.vocab_size * model.hidden_size * (1 + model.untie_embeddings_and_output_weights)
+    tables = model.vocab_size * model.hidden_size * model.untie_embeddings_and_output_weights
     replicas, stage = np.maximum(numbers["data_parallel_size"], 1), numbers[ZERO]
     shares = [np.where(stage >= least, replicas, 1) for least in (3, 2, 1)]
     main = (states.main_weights if u == 2 else 0) + states.moments

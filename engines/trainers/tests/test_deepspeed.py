@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_models.layers import layers_of
+from flagcore_models.layers import layers_of, parameters
 from flagcore_trainers.deepspeed import (
     AUTOTP,
     BUCKET,
@@ -192,6 +192,34 @@ def test_rules_of_parallel_groups(values: dict[str, int], rule: str) -> None:
     columns = {knob.name: np.array([knob.axis(()).encode(knob.neutral)]) for knob in DEEPSPEED.knobs}
     columns |= {name: np.array([size]) for name, size in values.items()}
     assert rule in [each.name for each in DEEPSPEED.rules(job) if each.broken(columns)[0]]
+
+
+@pytest.mark.parametrize("is_untied", [True, False])
+def test_autotp_leaves_an_embedding_whole_that_is_not_the_head(is_untied: bool) -> None:
+    job = task(engine="deepspeed", command=("x",))
+    model = replace(job.spec.model, untie_embeddings_and_output_weights=is_untied, vocab_size=32768)
+    job = replace(job, spec=replace(job.spec, model=model))
+    codes = {ZERO: 0, MICRO: 1, OFFLOAD: 0, OVERLAP: 0, BUCKET: 1000}
+    columns = {**{name: np.full(2, code) for name, code in codes.items()}, AUTOTP: np.array([1, 2])}
+    one, two = DEEPSPEED.predict(job, columns, costs(job)).static_bytes
+    embedding = is_untied * model.vocab_size * model.hidden_size / parameters(model)
+    assert embedding - 0.01 < 2.0 * two / one - 1.0 < 1.2 * embedding + 0.01  # with its gradients
+
+
+def test_autotp_of_a_mixture_of_experts_needs_a_plan() -> None:
+    for experts in (None, 8):
+        job = task(engine="deepspeed", command=("x",))
+        model = replace(job.spec.model, num_moe_experts=experts, moe_router_topk=2, moe_ffn_hidden_size=64)
+        rules = {each.name: each.broken for each in DEEPSPEED.rules(replace(job, spec=replace(job.spec, model=model)))}
+        assert rules["autotp_experts"]({AUTOTP: np.array([1, 2])}).tolist() == [False, experts is not None]
+
+
+@pytest.mark.parametrize(("size", "is_legal"), [(2, True), (4, False), (10, True), (20, True)])
+def test_ulysses_divides_kv_heads_or_copies_them(size: int, is_legal: bool) -> None:
+    job = task(engine="deepspeed", command=("x",))
+    job = replace(job, spec=replace(job.spec, model=replace(job.spec.model, num_query_groups=10)))
+    rules = {rule.name: rule.broken for rule in DEEPSPEED.rules(job)}
+    assert rules["ulysses_groups"]({ULYSSES: np.array([size])}).tolist() == [not is_legal]
 
 
 def test_groups_of_a_layer_are_written_and_need_less_memory(tmp_path: Path) -> None:

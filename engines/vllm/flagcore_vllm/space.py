@@ -55,9 +55,11 @@ SYNCHRONOUS_SECONDS = 956e-6
 NEED_DRAFT_MODEL = ("eagle", "eagle3", "draft_model")
 CPU_BLOCK, GPU_BLOCK, MLA_CPU_BLOCK = 128, 16, 16
 
-MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE = 1024, (0, 18)
-"""The largest captured batch in tokens on chips that compute in 4 bits (0.33: `config/vllm.py`), and the first release
-with it. The release follows from published points: 1,024 tokens took twice as long with 0.17."""
+MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE, MORE_GRAPHS_ON = 1024, (0, 18), "sm_10"
+"""The largest captured batch in tokens on chips of the compute capability 10 (0.32 and 0.33: `config/vllm.py`), and the
+first release with it. The release follows from published points: 1,024 tokens took twice as long with 0.17."""
+SMALL_SINCE, SMALL_ON = (0, 33, 0), "sm_121"
+"""The first release with the small default batches on the compute capability 12.1, and not 0.32 (`arg_utils.py`)."""
 CACHES_STATES_SINCE, CHECKS_STATES_SINCE = (0, 28, 0), (0, 19, 0)
 """The first releases that cache prefixes of models with linear attention by default, and that refuse to start if such a
 model has fewer blocks for states than sequences in captured graphs (vllm-project/vllm #38270)."""
@@ -200,16 +202,17 @@ def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
     """Return vLLM's default max_num_batched_tokens and max_num_seqs for `ranks` = TP x PP devices.
 
     vLLM uses the small values for 80 GB chips without fp8, which it knows by name. Here a missing fp8 rate identifies
-    them.
+    them. See also SMALL_ON.
     """
     hardware = Hardware.of(task)
     if hardware.on_cores:
         return 2048 * ranks, 128 * ranks
     gib = hardware.memory_bytes / 2**30
-    tokens, seqs = 2048, 256
-    if gib >= 160 and PROGRAM.release(task.spec) >= (0, 28, 0):
+    tokens, seqs, release_number = 2048, 256, PROGRAM.release(task.spec)
+    is_small = release_number >= SMALL_SINCE and task.cluster.groups[0].chip.architecture == SMALL_ON
+    if gib >= 160 and release_number >= (0, 28, 0):
         tokens, seqs = 16384, 1024
-    elif gib >= 70 and hardware.fp8:
+    elif gib >= 70 and hardware.fp8 and not is_small:
         tokens, seqs = 8192, 1024
     if PROGRAM.parse(task.spec).others.get("performance-mode") == "throughput":
         tokens, seqs = 2 * tokens, 2 * seqs
@@ -255,8 +258,8 @@ def graph_tokens(task: Task) -> int:
         return max(map(int, sizes))
     version = release(task.spec.serve.engine_version or "")
     is_newer = version is None or version >= MORE_GRAPHS_SINCE
-    in_four_bits = "fp4" in task.cluster.groups[0].chip.dense_flops_per_second
-    return MORE_GRAPH_TOKENS if is_newer and in_four_bits else GRAPH_TOKENS
+    has_more = task.cluster.groups[0].chip.architecture.startswith(MORE_GRAPHS_ON)
+    return MORE_GRAPH_TOKENS if is_newer and has_more else GRAPH_TOKENS
 
 
 def block_tokens(task: Task, columns: Columns) -> IntArray:

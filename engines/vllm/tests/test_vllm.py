@@ -75,15 +75,26 @@ def test_overlapped_batches_need_an_exchange_that_supports_them(
     assert ("overlapped_exchange" in found) == is_refused
 
 
-def test_a_chip_with_fp8_and_70_gib_gets_larger_batches() -> None:
-    task = cards(memory=80 * GIB)
+@pytest.mark.parametrize(
+    ("chip", "version", "tokens", "seqs", "graph"),
+    [
+        ("sm_90", "0.33.0", 8192, 1024, 512),
+        ("sm_100", "0.33.0", 8192, 1024, 1024),
+        ("sm_121", "0.33.0", 2048, 256, 512),
+        ("sm_121", "0.32.0", 8192, 1024, 512),
+        ("gfx950", "0.33.0", 8192, 1024, 512),
+    ],
+)
+def test_batches_and_graphs_follow_the_chip(chip: str, version: str, tokens: int, seqs: int, graph: int) -> None:
+    task = cards(memory=80 * GIB, engine_version=version)
     group = task.cluster.groups[0]
-    rates = {**group.chip.dense_flops_per_second, "fp8": group.chip.dense_flops_per_second["bf16"]}
-    chip = replace(group.chip, dense_flops_per_second=rates)
-    task = replace(task, cluster=replace(task.cluster, groups=(replace(group, chip=chip),)))
+    rates = dict.fromkeys(("bf16", "fp8", "fp4"), group.chip.dense_flops_per_second["bf16"])
+    group = replace(group, chip=replace(group.chip, dense_flops_per_second=rates, architecture=chip))
+    task = replace(task, cluster=replace(task.cluster, groups=(group,)))
     found = settings(task)
-    assert (found.max_batched_tokens.item(), found.max_running.item()) == (8192, 1024)
-    assert merged(ENGINE, task, max_num_batched_tokens=8192, max_num_seqs=1024) == merged(ENGINE, task)
+    assert (found.max_batched_tokens.item(), found.max_running.item()) == (tokens, seqs)
+    assert found.graph_tokens.item() == graph
+    assert merged(ENGINE, task, max_num_batched_tokens=tokens, max_num_seqs=seqs) == merged(ENGINE, task)
 
 
 # What vLLM 0.32's start-up code (`get_kv_cache_configs`, `get_kv_cache_capacity`) says of a cache of GiB per device.
