@@ -173,10 +173,21 @@ def test_the_scales_and_the_wide_parts_of_a_checkpoint_are_read(
     assert quantization(planned("vllm", weights=str(tmp_path)).spec) == expected
 
 
-def test_a_public_name_has_the_context_and_the_format_of_its_checkpoint() -> None:
-    thinking = planned("vllm", weights="moonshotai/Kimi-K2-Thinking").spec
-    assert context_limit(thinking) == 262144
-    assert quantization(thinking) == Quantization(block=32, bytes=0.5625, wide={ATTENTION, DENSE, SHARED})
+@pytest.mark.parametrize(
+    ("name", "context", "weights"),
+    [
+        ("moonshotai/Kimi-K2-Thinking", 262144, Quantization(block=32, bytes=0.5625, wide={ATTENTION, DENSE, SHARED})),
+        ("Qwen/Qwen3-30B-A3B-Thinking-2507", 262144, None),
+        ("mistralai/Ministral-3-8B-Instruct-2512", 262144, Quantization()),
+        ("mistralai/Ministral-3-8B-Reasoning-2512", 262144, None),
+    ],
+)
+def test_a_public_name_has_the_context_and_the_format_of_its_checkpoint(
+    name: str, context: int, weights: Quantization | None
+) -> None:
+    spec = planned("vllm", weights=name).spec
+    assert context_limit(spec) == context
+    assert quantization(spec) == weights
 
 
 def test_sequences_in_captured_graphs_need_a_state_each() -> None:
