@@ -146,6 +146,13 @@ def test_a_shard_of_quantized_weights_is_made_of_whole_blocks() -> None:
     assert found.counts.illegal["quantized_blocks"] == 1
 
 
+@pytest.mark.parametrize(("version", "fits"), [("0.23.0", set()), ("0.33.0", {(16,)})])
+def test_shared_experts_of_deepseek_v4_are_padded_to_whole_blocks(version: str, fits: set[Any]) -> None:
+    space = {"tensor_model_parallel_size": [8, 16], "max_num_seqs": [8], "max_num_batched_tokens": [2048]}
+    found = estimate("deepseek-ai/DeepSeek-V4-Pro", "B300", 16, space, engine_version=version)
+    assert values(found, "tensor_model_parallel_size") == {(8,), *fits}  # 3072 / 16 = 192 is no multiple of 128
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
