@@ -41,13 +41,18 @@ def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
     found = public_name(name)
     if found is None or name.count("/") != 1:
         return None
-    config, weights = dict(_table()[found]), _stem(name)[1]
-    if name.lower().endswith("-base"):  # only DeepSeek-V4's experts that were trained further have 4 bits
+    config, (stem, weights), lower = dict(_table()[found]), _stem(name), name.lower()
+    if lower.endswith("-base"):  # only DeepSeek-V4's experts that were trained further have 4 bits
         config.pop("expert_dtype", None)
+    if any(f"-{word}" in lower for word in _NAMES["in_bf16"].get(lower.partition("/")[0], ())):
+        weights = weights or "bf16"
+    for date, (family, tokens) in _NAMES["contexts"].items():
+        if f"-{date}" in lower and stem.startswith(family):
+            config["max_position_embeddings"] = tokens
     if found.lower() == name.lower() or weights is None:
         return config, format_of_weights(config)
     config.pop("quantization_config", None)
-    if weights == "fp8" and name.lower().partition("/")[0] in _NAMES["fp8_blocks"]:
+    if weights == "fp8" and lower.partition("/")[0] in _NAMES["fp8_blocks"]:
         config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     return config, None if weights == "bf16" else weights
 

@@ -5,6 +5,7 @@ from flagcore_models.layers import latent_layers
 from flagcore_serving.space import adapters, placement, rules
 from flagcore_serving.space.hardware import DP, EP, TP, Hardware, longest_request
 from flagcore_serving.space.knobs import BACKEND, EAGER, EXCHANGE, REDUNDANT, SPECULATION
+from flagcore_serving.space.weights import SHARED
 
 from flagcore.domain.knob import in_versions
 from flagcore.domain.space import BoolArray, Columns, KnobValue, Merge, Rule
@@ -29,7 +30,8 @@ def rules_of(task: Task) -> tuple[Rule, ...]:
     """Return SGLang's legality rules for candidates."""
     experts = task.spec.model.experts or 1
     longest = longest_request(task)
-    layouts = rules.split_rules(task, attention_and_experts=True, span=True)
+    is_whole = task.spec.envs.get("SGLANG_SHARED_EXPERT_TP1", "").lower() in ("1", "true")  # 0.5.23 `deepseek_v2.py`
+    layouts = rules.split_rules(task, attention_and_experts=True, span=True, whole={SHARED} if is_whole else ())
     expert_parallel = rules.rule(
         "expert_parallel",
         (TP, DP, EP, REDUNDANT),

@@ -18,7 +18,7 @@ from flagcore_serving.space.knobs import (
     TRANSFER,
 )
 from flagcore_serving.space.roles import Roles, language
-from flagcore_serving.space.weights import cached_heads
+from flagcore_serving.space.weights import SHARED, cached_heads
 
 from flagcore.domain.knob import in_versions
 from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
@@ -48,6 +48,9 @@ from flagcore_vllm.space import (
 EVEN_EXPERTS = ("deepseek_v4",)
 """Values of model_type whose experts are the same number on each rank (vLLM 0.32 `models/deepseek_v4`, and issue 52435:
 256 experts on 3 ranks fail an assertion). Other models' ranks may have different numbers."""
+PADDED_SHARED = ">=0.28"
+"""Releases that pad the shared experts of these models to whole blocks on each rank (`DeepseekV4MLP` of vLLM 0.28 and
+0.33 in `models/deepseek_v4/nvidia/model.py`; pull request 46001 of 2026-06-18)."""
 STAGED = ">=0.30"
 """Releases that plan drafts without stages (`create_draft_parallel_config` in `config/speculative.py` of 0.30 to 0.32).
 Up to 0.29, a draft has the stages of the model, and its class must have the interface `SupportsPP`."""
@@ -61,8 +64,10 @@ def rules_of(task: Task) -> tuple[Rule, ...]:
     hardware, experts, kind = Hardware.of(task), task.spec.model.experts, task.spec.model.family
     given = connectors.connectors(PROGRAM.parse(task.spec).others)
     own_offload = any("spec_module_path" in str(each) for each in given)  # may copy between cores
+    version = PROGRAM.version(task.spec)
+    is_padded = kind in EVEN_EXPERTS and (in_versions(PADDED_SHARED, version) or not version)
     layouts = (
-        *rules.split_rules(task, attention_and_experts=True, span=True),
+        *rules.split_rules(task, attention_and_experts=True, span=True, whole={SHARED} if is_padded else ()),
         rules.rule(
             "expert_parallel",
             (TP, DP, EP),
@@ -86,7 +91,7 @@ def rules_of(task: Task) -> tuple[Rule, ...]:
         lambda c: ((c[REDUNDANT] > 0) | (kind in EVEN_EXPERTS)) & ((experts + c[REDUNDANT]) % c[EP].clip(1) != 0),
         experts=experts,
     )
-    version, mtp = PROGRAM.version(task.spec), PROGRAM.code(SPECULATION, "mtp")
+    mtp = PROGRAM.code(SPECULATION, "mtp")
     has_stages = in_versions(STAGED_DRAFTS.get(kind, STAGED), version) or not version
     images = most_images(task.spec.serve.loads)
     return (

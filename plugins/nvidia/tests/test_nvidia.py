@@ -22,6 +22,7 @@ from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.space import KnobValue
+from flagcore.errors import NothingFits
 from flagcore.physics.roofline import RUNS_AS, Roofline
 from flagcore.plugins import LoadedPlugins
 from tests.checks import given, refuses
@@ -89,6 +90,19 @@ def test_a_rack_of_gb300_is_one_domain_and_two_are_joined_by_the_network() -> No
     assert seconds(costs, "all_gather", 2**30, 64) < 2.5e-3
     assert seconds(costs, "all_to_all", 2**30, 128) > 2.5 * seconds(costs, "all_to_all", 2**30, 64)
     assert costs.compute_share(np.array([64, 2]), np.array([1, 72])).tolist() == [0.15, 0.02]
+
+
+def test_a_server_of_a_chip_without_bf16_computes_in_fp16() -> None:
+    def plan(chip: str, **args: str) -> Any:
+        serve, cluster = {"engine": "vllm", "engine_args": args}, {"chip": chip, "nodes": 1, "devices_per_node": 1}
+        space = {"max_num_seqs": [1], "max_num_batched_tokens": [2048]}
+        model = {"model": "Qwen/Qwen3-0.6B", "cluster": cluster}
+        return estimate({**model, "serve": serve, "auto_tuner": {"space": space}}).candidates
+
+    assert plan("V100-16GB")
+    assert plan("T4", dtype="half")
+    with pytest.raises(NothingFits, match="nvidia_bf16_type"):
+        plan("T4", dtype="bfloat16")
 
 
 def test_only_recipes_of_the_newest_chips_have_graphs() -> None:

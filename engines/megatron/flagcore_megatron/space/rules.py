@@ -285,6 +285,7 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
                 | ((c[PP] > 1) & (split.virtual(c) == 1))
                 | ((c[PP] == 1) & (piped_depths > 0))
                 | (depths > 1)
+                | (sharded & has_parts)
             ),
             release=UNPIPED_MTP_OVERLAP_SINCE.lstrip(">="),
         ),

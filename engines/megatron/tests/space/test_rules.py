@@ -152,6 +152,14 @@ def test_newer_releases_shard_muon() -> None:
     assert "optimizer" not in broken(SHARDED, **experts(optimizer="muon"), engine_version="0.18.0")
 
 
+@pytest.mark.parametrize(
+    ("sharded", "scope", "found"), [(True, "attn", {OVERLAP}), (False, "attn", set()), (True, "", set())]
+)
+def test_sharded_experts_overlap_without_graphs_of_layers(sharded: bool, scope: str, found: set[str]) -> None:
+    graphs = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": scope} if scope else {}
+    assert broken({EP: 2}, **experts(**{OVERLAP: True}, use_megatron_fsdp=sharded, **graphs)) == found
+
+
 def test_every_rule_has_a_case() -> None:
     assert {rule.name for rule in ENGINE.rules(tasks.task())} <= {rule for rule, *_ in CASES.values()}
 

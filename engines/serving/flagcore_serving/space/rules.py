@@ -1,7 +1,7 @@
 """Legality rules and merges of candidates that serving engines share."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,12 +68,13 @@ def rule(
 
 
 def split_rules(
-    task: Task, *, attention_and_experts: bool, pipeline: bool = True, span: bool = False
+    task: Task, *, attention_and_experts: bool, pipeline: bool = True, span: bool = False, whole: Collection[str] = ()
 ) -> tuple[Rule, ...]:
     """Return the legality rules for the number of instances and the parallel sizes.
 
     `attention_and_experts`: the engine has attention DP and EP, and tensor parallelism splits attention by heads.
-    `pipeline`: the engine has pipeline stages. `span`: an instance may span hosts.
+    `pipeline`: the engine has pipeline stages. `span`: an instance may span hosts. `whole`: the parts of the model
+    whose shards are always whole blocks of quantized weights, as they are padded or not split.
     """
     hardware, model = Hardware.of(task), task.spec.model
     knobs = (INSTANCES, TP, *((PP,) if pipeline else ()), *((DP,) if attention_and_experts else ()))
@@ -91,7 +92,7 @@ def split_rules(
         cards,
         *_hosts(hardware, knobs, span),
         *((layers,) if pipeline else ()),
-        *(_attention_and_experts(task) if attention_and_experts else ()),
+        *(_attention_and_experts(task, whole) if attention_and_experts else ()),
     )
 
 
@@ -180,7 +181,7 @@ def _condition(program: Program, knob: str, wanted: Any) -> Callable[[IntArray],
     return lambda codes: np.isin(codes, allowed)
 
 
-def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
+def _attention_and_experts(task: Task, whole: Collection[str]) -> tuple[Rule, ...]:
     model = task.spec.model
     heads = math.gcd(*(each.heads for each in attention_counts(model)))
     linear_heads = math.gcd(*(each.heads for each in other_mixers(model)))
@@ -196,11 +197,12 @@ def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
         rule(
             "linear_heads",
             (TP,),
-            N_("{TP} must divide linear_num_key_heads = {linear_heads}"),
+            N_("{TP} must divide {key} = {linear_heads}"),
             lambda c: linear_heads % c[TP].clip(1) != 0,
+            key="num_attention_heads" if linear_heads == model.num_attention_heads else "linear_num_key_heads",
             linear_heads=linear_heads,
         ),
-        *_quantized_blocks(task),
+        *_quantized_blocks(task, whole),
         rule(
             "experts_exist",
             (EP,),
@@ -224,7 +226,7 @@ def _query_groups(model: Model) -> tuple[Rule, ...]:
     return (rule("query_groups", (TP,), text, broken, groups=", ".join(map(str, groups))),)
 
 
-def _quantized_blocks(task: Task) -> tuple[Rule, ...]:
+def _quantized_blocks(task: Task, whole: Collection[str]) -> tuple[Rule, ...]:
     """Return the rule that shards of quantized weights are whole blocks: of the dense layers, experts, shared experts.
 
     Sources: `validate_fp8_block_shape` and `create_weights` of the formats in vLLM 0.33; SGLang 0.5.23 has the same.
@@ -234,13 +236,16 @@ def _quantized_blocks(task: Task) -> tuple[Rule, ...]:
         return ()
     block = stored.block
     products = [each for network in network_counts(model) for each in network.products(model.hidden_size)]
-    split = [each for each in products if each.split == "inputs" and each.group not in stored.wide]
+    split = [each for each in products if each.split == "inputs" and each.group not in {*stored.wide, *whole}]
+    blocks = {EXPERTS: 32} if stored.experts else {}  # 4 bits with a scale per 32 weights
 
     def broken(c: Columns) -> BoolArray:
         tensor = c[TP].clip(1)
         ranks = np.maximum(tensor * c[DP].clip(1) // c[EP].clip(1), 1)
-        shares = [(each.inputs, ranks if each.group == EXPERTS else tensor) for each in split]
-        bad = [(parts > 1) & (width % (parts * block) != 0) for width, parts in shares]
+        shares = [
+            (each.inputs, ranks if each.group == EXPERTS else tensor, blocks.get(each.group, block)) for each in split
+        ]
+        bad = [(parts > 1) & (width % (parts * size) != 0) for width, parts, size in shares]
         return np.asarray(np.any(bad, axis=0) & (tensor > 0))
 
     parts = ", ".join(f"{width:,}" for width in dict.fromkeys(each.inputs for each in split))

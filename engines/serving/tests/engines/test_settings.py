@@ -146,6 +146,13 @@ def test_a_shard_of_quantized_weights_is_made_of_whole_blocks() -> None:
     assert found.counts.illegal["quantized_blocks"] == 1
 
 
+@pytest.mark.parametrize(("version", "fits"), [("0.23.0", set()), ("0.33.0", {(16,)})])
+def test_shared_experts_of_deepseek_v4_are_padded_to_whole_blocks(version: str, fits: set[Any]) -> None:
+    space = {"tensor_model_parallel_size": [8, 16], "max_num_seqs": [8], "max_num_batched_tokens": [2048]}
+    found = estimate("deepseek-ai/DeepSeek-V4-Pro", "B300", 16, space, engine_version=version)
+    assert values(found, "tensor_model_parallel_size") == {(8,), *fits}  # 3072 / 16 = 192 is no multiple of 128
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -173,10 +180,21 @@ def test_the_scales_and_the_wide_parts_of_a_checkpoint_are_read(
     assert quantization(planned("vllm", weights=str(tmp_path)).spec) == expected
 
 
-def test_a_public_name_has_the_context_and_the_format_of_its_checkpoint() -> None:
-    thinking = planned("vllm", weights="moonshotai/Kimi-K2-Thinking").spec
-    assert context_limit(thinking) == 262144
-    assert quantization(thinking) == Quantization(block=32, bytes=0.5625, wide={ATTENTION, DENSE, SHARED})
+@pytest.mark.parametrize(
+    ("name", "context", "weights"),
+    [
+        ("moonshotai/Kimi-K2-Thinking", 262144, Quantization(block=32, bytes=0.5625, wide={ATTENTION, DENSE, SHARED})),
+        ("Qwen/Qwen3-30B-A3B-Thinking-2507", 262144, None),
+        ("mistralai/Ministral-3-8B-Instruct-2512", 262144, Quantization()),
+        ("mistralai/Ministral-3-8B-Reasoning-2512", 262144, None),
+    ],
+)
+def test_a_public_name_has_the_context_and_the_format_of_its_checkpoint(
+    name: str, context: int, weights: Quantization | None
+) -> None:
+    spec = planned("vllm", weights=name).spec
+    assert context_limit(spec) == context
+    assert quantization(spec) == weights
 
 
 def test_sequences_in_captured_graphs_need_a_state_each() -> None:
