@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flagcore_models.layers import latent_layers
 
 from flagcore.contracts import Commands, Costs, Plans, Platform, PruningRule, Published
 from flagcore.domain.engine import Unmodelled
@@ -154,6 +155,8 @@ class ServingEngine(EngineProfile):
         if build_of(releases, serve.engine_version):
             on_chip = {name: value for name, value in on_chip.items() if name == "compared"}
         overheads = replace(overheads_of(releases, serve.engine_version), **on_chip)
+        if overheads.whole_unless_latent and not latent_layers(task.spec.model):
+            overheads = replace(overheads, mixes=False)
         if on_host:
             overheads = replace(overheads, attention=0.0, latent=0.0, ffn=0.0, experts={})
             if self.host_times is not None:

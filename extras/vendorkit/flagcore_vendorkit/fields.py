@@ -183,7 +183,7 @@ def _range(text: str) -> str:
     return text
 
 
-_NUMBERED = re.compile(r"v?\d+(\.|$)")
+_NUMBERED = re.compile(r"v?\d+(\.\d+|\.?(a|b|rc|post|dev)\d*)*(?![\w.])")
 _NEWEST = "9999"
 
 

@@ -201,7 +201,7 @@ def test_a_release_range_matches_a_release_inside_it_or_unknown(
     assert in_versions(versions, release) == holds
 
 
-@pytest.mark.parametrize(("release", "applies"), [("0.11.2", True), ("0.12.0", False), (None, False), ("main", False)])
+@pytest.mark.parametrize(("release", "applies"), [("0.11.2", True), ("0.12.0", False), (None, False), ("0.2x", False)])
 def test_a_fault_of_old_releases_does_not_apply_to_an_unknown_one(release: str | None, *, applies: bool) -> None:
     assert Scope(versions="<0.12").includes(tasks.CHIP, "vllm", release) == applies
 

@@ -37,6 +37,8 @@ def mixer_seconds(
         seconds = seconds + overheads.latent
     if mixer.indexer:
         seconds = seconds + _last_blocks(mixer, serving, settings, tokens)
+        moved = tokens * _selection_bytes(mixer, serving, settings)
+        seconds = seconds + kernels.memory_seconds(moved + 1.0) - kernels.memory_seconds(np.ones_like(moved))
         seconds = seconds + (overheads.indexer if mixer.indexer.heads else 0.0)
     return seconds
 
@@ -190,6 +192,24 @@ def _last_blocks(mixer: Attention, serving: Serving, settings: Settings, tokens:
             share = np.maximum(1.0 - tokens * blocks / kernel.units, 0.5) if kernel.units else 0.0
             wait = np.where(applies, share * seconds * selected * kernel.units / blocks, wait)
     return wait
+
+
+def _selection_bytes(mixer: Attention, serving: Serving, settings: Settings) -> FloatArray:
+    """Return the bytes that small kernels of sparse attention move for a token of a layer, on each tensor rank.
+
+    The queries of the indexer are rotated in half, copied and converted to 8 bits, and the 32-bit indices of the tokens
+    are filled in, written and converted (vllm 0.13 `models/deepseek_v2.py`: Indexer, sparse_attn_indexer). Kernels for
+    blocks of heads also read queries and write results of heads that the rank does not have (`flashmla_sparse.py`).
+    """
+    moved = np.zeros(settings.tensor.shape)
+    if index := mixer.indexer:
+        moved = moved + 9.0 * index.heads * index.head_dim + 16.0 * index.top_k
+    for kernel, applies, blocks, _ in _sparse_kernels(mixer, serving, settings):
+        if kernel.prompts and isinstance(mixer, LatentAttention):
+            copies = blocks * kernel.heads - mixer.heads / settings.tensor * settings.sharing
+            padded = copies * (4.0 * (mixer.latent_rank + mixer.rope_dim) + 2.0 * mixer.latent_rank)
+            moved = np.where(applies, moved + padded, moved)
+    return moved
 
 
 def _sparse_kernels(

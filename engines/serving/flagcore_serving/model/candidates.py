@@ -37,6 +37,7 @@ from flagcore_serving.model.vision import EncoderCosts, Encoders, ImageWork
 from flagcore_serving.model.work import TOKENIZER, Overheads
 from flagcore_serving.space.placement import ENCODES, InstanceKinds
 from flagcore_serving.space.settings import TIERS, Settings
+from flagcore_serving.space.weights import context_at
 
 MAX_SIMULATED = 4096
 """Maximum number of simulated candidates: the best ones in closed form. The median ratio of their simulated to their
@@ -366,9 +367,8 @@ def _lanes(
     used = load.load.adapters + (context.overheads.base_takes_slot and load.load.adapter_share < 1.0)
     slots = settings.adapter_slots[rows] * ranks
     has_all = (slots == 0.0) | (slots >= used)
-    budget = settings.max_batched_tokens[rows] * ranks
     return {
-        "budget": np.where(settings.chunked[rows], budget, np.inf),
+        "budget": _budget(context)[rows] * ranks,
         "running": np.minimum(running, flight),
         "cache_tokens": np.where(is_unlimited, UNLIMITED_TOKENS, tokens),
         "block": np.where(is_unlimited, 1.0, block),
@@ -388,6 +388,15 @@ def _lanes(
         "gain": gain,
         "ahead": settings.ahead[rows],
     }, [tiers for _, tiers in retained]
+
+
+def _budget(context: Candidates) -> FloatArray:
+    """Return the most tokens of an iteration of one attention DP group."""
+    settings, spec = context.settings, context.task.spec
+    if context.overheads.whole_unless_latent and not context.overheads.mixes:  # at least the context
+        longest = 0 if spec.serve.weights else context_at(spec.model.name) or 0
+        return np.maximum(settings.max_batched_tokens, np.maximum(settings.context_len, longest)).astype(np.float64)
+    return np.where(settings.chunked > 0, settings.max_batched_tokens, np.inf)
 
 
 def _retained(context: Candidates, load: SimulatedLoad, row: int, tokens: float) -> tuple[float, tuple[Tier, ...]]:
@@ -468,7 +477,7 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
         flight=np.maximum(float(load.flight(1)) / context.kinds.count, 1.0),
         prompt=prompt,
         output=output,
-        budget=np.where(settings.chunked > 0, settings.max_batched_tokens * settings.data * settings.pipeline, np.inf),
+        budget=_budget(context) * settings.data * settings.pipeline,
         running=np.maximum(np.minimum(settings.max_running, context.memory.sequences), 1.0) * settings.data,
         cache_tokens=np.where(tokens < load.longest + fixed, UNLIMITED_TOKENS, tokens),
         fixed=fixed,

@@ -112,6 +112,8 @@ class Overheads:
 
     - `mixes`: whether iterations combine prompts and decoding. Otherwise prompts have separate iterations, which are
       never captured.
+    - `whole_unless_latent`: whether models without latent attention compute whole prompts, in iterations of their own
+      with at least as many tokens as the context.
     - `reserve`: share of a request's answer for which the cache must have free space before the request is admitted.
     - `activations_beside`: whether the engine's share of memory covers only weights and cache.
     - `whole_prompts`: whether each slot keeps its last prompt, and other tiers whole prompts. Otherwise any tokens.
@@ -171,6 +173,7 @@ class Overheads:
     captures: float = 2.0
     whole: bool = True
     mixes: bool = True
+    whole_unless_latent: bool = False
     reserve: float = 0.0
     activations_beside: bool = False
     whole_prompts: bool = False

@@ -104,7 +104,7 @@ def seconds(part: str, at: float = 1.0, on: Costs | None = None, **given: Any) -
         *((part, {"model": LATENT}, SHORT, 1.0001, 10.0) for part in ("cached", "pair")),
         *((part, {"model": LATENT}, LONG, 0.0, 0.9999) for part in ("cached", "pair")),
         ("local", SHORT, {**SHORT, "overheads": replace(OVER, indexer=1.0)}, 100.0, 1e9),
-        ("local", {"model": LATENT}, {"model": mixed(LATENT, {"indexer": SCORES}, 36)}, 1.0, 1.0),  # no products
+        ("local", {"model": LATENT}, {"model": mixed(LATENT, {"indexer": SCORES}, 36)}, 1.0, 1.01),  # no products
         ("floor", {**LAUNCHED, "model": mixed(LATENT, STATES, 27)}, {**LAUNCHED, "model": LATENT}, 4.0, 4.0),
         # experts: few tokens use few of them, ranks exchange tokens, and kernels behind the exchange are slower
         ("shared", {"model": EXPERTS, "at": 128}, {"model": EXPERTS}, 0.0, 0.5),
@@ -170,13 +170,17 @@ def test_a_kernel_of_selected_tokens_computes_blocks_of_heads(
 def test_prompts_that_select_all_tokens_may_have_other_kernels_and_the_last_block_is_waited_for() -> None:
     given = {"architecture": "new", "peak": 1e15}
     dense = {**given, "overheads": replace(OVER, sparse=(BLOCKS,), dense_prompts=True)}
+    plain = {**given, "overheads": replace(OVER, sparse=(BLOCKS,))}
     assert seconds("pair", **SHORT, **dense) == seconds("pair", **SHORT)
     assert seconds("pair", **LONG, **dense) != seconds("pair", **LONG)
     waits = {**given, "overheads": replace(OVER, sparse=(replace(BLOCKS, units=100),))}
     block = 36 * 64 * 2048 * 2 * (512 + 64 + 512) * 100 / (0.5 * 1e15)
     for tokens, share in ((1, 0.99), (64, 0.5), (LARGE, 0.5)):  # of 100 units
-        wait = seconds("local", tokens, **SHORT, **waits) - seconds("local", tokens, **SHORT)
+        wait = seconds("local", tokens, **SHORT, **waits) - seconds("local", tokens, **SHORT, **plain)
         assert wait == pytest.approx(share * block, rel=1e-3)
+    moved = costs().kernels.memory_seconds(np.array([1.0, 1.0 + LARGE * 32 * (4 * (512 + 64) + 2 * 512)]))
+    added = seconds("local", LARGE, **SHORT, **plain) - seconds("local", LARGE, **SHORT, **given)
+    assert added == pytest.approx(36 * float(moved[1] - moved[0]))  # the block has 32 heads that the rank does not have
 
 
 def test_few_tokens_choose_few_experts() -> None:

@@ -14,6 +14,7 @@ from flagcore_serving.job import Load, ServeSpec
 from flagcore_serving.model import candidates, request_times, simulated_load
 from flagcore_serving.model.closed_loop import PARTS
 from flagcore_serving.model.predict import crowding
+from flagcore_serving.model.predict import predict as predict_engine
 from flagcore_serving.model.simulated_load import STEADY_RATIO
 from flagcore_serving.model.work import UNFITTED, overheads_of
 from flagcore_serving.space.placement import uniform_kinds
@@ -29,7 +30,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.spec import ClusterSpec, Spec, Task, figure_name, seconds
 from flagcore.physics.roofline import Roofline
-from tests.product.serving_inputs import CHIP, DENSE, EXPERTS, costs, settings
+from tests.product.serving_inputs import CHIP, DENSE, EXPERTS, LATENT, costs, settings
 
 LOAD = Load(input_len=1024, output_len=128, concurrency=32, num_prompts=64)
 
@@ -319,6 +320,17 @@ def test_releases_have_different_overheads() -> None:
     bare = copy(VLLM)
     bare.program, bare.host_times = replace(VLLM.program, overheads={}), None
     assert overheads_of({}, "0.5.9") == bare.overheads_for(task(), on_host=True) == UNFITTED
+
+
+def test_whole_prompts_in_iterations_of_their_own_do_not_delay_answers() -> None:
+    burst = task(Load(input_len=2000, output_len=100, request_rate=float("inf"), num_prompts=64), model=DENSE)
+    kinds = settings(tensor=8, max_batched_tokens=2048, context_len=8192)
+    mixed, whole = (
+        predict_engine(burst, kinds, costs(), VLLM.overheads_for(burst, on_chip={"whole_unless_latent": each}))
+        for each in (False, True)
+    )
+    assert figure(whole, "itl_s.p90")[0] < 0.5 * figure(mixed, "itl_s.p90")[0]
+    assert VLLM.overheads_for(task(model=LATENT), on_chip={"whole_unless_latent": True}).mixes
 
 
 def test_a_host_that_also_computes_pays_for_scheduling() -> None:
