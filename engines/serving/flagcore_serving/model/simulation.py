@@ -124,6 +124,7 @@ class Simulation:
         self.now = self.known = self.held = self.stalled = self.used = self.freed = 0.0
         self.tokenized = self.link = self.encoded = self.idle_s = 0.0
         self.joined: dict[float, int] = {}  # sequences that joined while others waited for prompts, and since when
+        self.ready_s = -1.0  # unknown
         self.group_arrival, self.calls = -1.0, deque[float]()  # the ends of the calls in flight
         self.step = self.running = self.offset = self.finish = self.promised = self.tickets = self.next = 0
         self.sent, self.turn, self.others, self.grown = len(times), 0, 0, 0
@@ -197,6 +198,7 @@ class Simulation:
             self.group_arrival = arrival
         self.parse_ends[-1] += self.overheads.entry
         self.parse_groups.append(len(self.parse_ends) - 1)
+        self.ready_s = -1.0
 
     def _tokenized_time(self) -> float:
         """Return the time at which the next request is tokenized. One thread tokenizes all requests in order."""
@@ -205,7 +207,16 @@ class Simulation:
         return parsed + self.overheads.prompt_token * request.prompt + request.read
 
     def _ready_time(self) -> float:
-        return self._tokenized_time() + self.overheads.request if self.next < len(self.entered) else inf
+        if self.ready_s < 0.0:
+            is_there = self.next < len(self.entered)
+            self.ready_s = self._tokenized_time() + self.overheads.request if is_there else inf
+        return self.ready_s
+
+    def _take(self) -> Request:
+        """Return the next request, which is ready."""
+        self.tokenized, self.ready_s = self._tokenized_time(), -1.0
+        self.next += 1
+        return self.entered[self.next - 1]
 
     def _next_time(self) -> float:
         """Return the time at which the next request is ready, or has its cache or the embeddings of its images."""
@@ -217,21 +228,18 @@ class Simulation:
         """Move requests that are ready to the queue, and those whose cache was loaded to the prompts.
 
         A busy engine polls only every `receive` iterations."""
-        self._arrive()
-        known = self._known_time()
+        if self.coming:
+            self._arrive()
+        known = self._known_time() if self.lag else self.now
         if self.running and self.step % self.overheads.receive:
             return
         while self.loading and self.loading[0].loaded <= known:
             self.partial.append(self.loading.popleft())
         while self._ready_time() <= known:
-            self.tokenized = self._tokenized_time()
-            self.queue.append(self.entered[self.next])
-            self.next += 1
+            self.queue.append(self._take())
 
     def _known_time(self) -> float:
         """Return the time until which the scheduler knows what happened, and free what ended until then."""
-        if not self.lag:
-            return self.now
         if not (self.running or self.partial or self.free):
             self.known = self.now
         while self.ending and self.ending[0][0] <= self.known:
@@ -263,10 +271,11 @@ class Simulation:
                 return False
             request = self.queue[place]
             cached = self._cached_tokens(request)
-            future = request.output - request.made + self.promised + self.finish - self.running * self.step
-            if self.groups:
+            required_tokens = cached + lane.admits
+            if self.overheads.reserve:
+                future = request.output - request.made + self.promised + self.finish - self.running * self.step
                 future += sum([group.finish - group.running * group.step for group in self.groups])
-            required_tokens = cached + lane.admits + self.overheads.reserve * future
+                required_tokens += self.overheads.reserve * future
             filled = self.used + self.held + required_tokens
             if filled > self.price.filled:
                 self.price.filled = filled
@@ -339,11 +348,11 @@ class Simulation:
         `docs/serving/data_parallel_deployment.md`; SGLang `managers/data_parallel_controller.py`).
         """
         admits = self._has_room()
-        if not (self.queue or self.partial):
+        if not (self.partial or (admits and self.queue)):
             return False
         decoding = self.running if self.lane.mixes else 0
         budget = self.lane.budget - decoding
-        if not self.free and self._pieces(decoding, budget):
+        if self.partial and not self.free and self._pieces(decoding, budget):
             return True
         tokens = pairs = longest = encode = load = 0.0
         ended: list[Request] = []
@@ -595,11 +604,8 @@ class Simulation:
         """Turn to another group of sequences."""
         if turn == self.turn:
             return
-        group = self.groups[self.turn]
-        group.now, group.step, group.running, group.offset = self.now, self.step, self.running, self.offset
-        group.finish, group.heap, group.phases = self.finish, self.heap, self.phases
-        group.joined, group.stalled, group.grown = self.joined, self.stalled, self.grown
-        self.others += group.running
+        self._store()
+        self.others += self.running
         group, self.turn = self.groups[turn], turn
         self.now, self.step, self.running, self.offset = group.now, group.step, group.running, group.offset
         self.finish, self.heap, self.phases = group.finish, group.heap, group.phases
@@ -608,6 +614,12 @@ class Simulation:
         self.grown = group.grown
         self.others -= group.running
         group.finish = group.running = 0
+
+    def _store(self) -> None:
+        group = self.groups[self.turn]
+        group.now, group.step, group.running, group.offset = self.now, self.step, self.running, self.offset
+        group.finish, group.heap, group.phases = self.finish, self.heap, self.phases
+        group.joined, group.stalled, group.grown = self.joined, self.stalled, self.grown
 
     def _call(self) -> bool:
         """Call the scheduler for the next group; return False if all requests have ended."""
@@ -656,16 +668,16 @@ class Simulation:
         if not all_running or self.partial or self.loading or self.ending:
             return
         steps, slowest, growth = 1 << 40, 0.0, 0.0
-        for turn in range(len(self.free)):
-            self._switch(turn)
-            if self.running:
-                steps = min(steps, self.heap[0][0] - self.step - 1)
-                cached = self.price.cached(self.running)
-                time = self.price.decode(self.running) + cached * (self.offset + self.running * self.step)
+        self._store()
+        for group in self.groups:
+            if group.running:
+                steps = min(steps, group.heap[0][0] - group.step - 1)
+                cached = self.price.cached(group.running)
+                time = self.price.decode(group.running) + cached * (group.offset + group.running * group.step)
                 if time > slowest:
-                    slowest, growth = time, cached * self.running
-        self.growth = growth
-        filled = self.used + self.held + all_running * (steps + self.block)
+                    slowest, growth = time, cached * group.running
+        self.growth, used = growth, self.used - self.grown + self.groups[-1].grown
+        filled = used + self.held + all_running * (steps + self.block)
         if filled > self.price.filled:
             self.price.filled = filled
         if filled > self.lane.cache_tokens:
@@ -689,9 +701,10 @@ class Simulation:
     def _through(self, time: float, decoding: int) -> float:
         """Return the seconds until a batch has passed all stages, since the group's last call ended. `time`: the
         seconds that the batch takes alone. Its sequences need their last tokens first if they decode."""
-        end = max(self.known, self.now) if decoding else self.known
-        for stage in range(len(self.free)):
-            end = self.free[stage] = max(end, self.free[stage]) + time / len(self.free)
+        end, free = max(self.known, self.now) if decoding else self.known, self.free
+        part = time / len(free)
+        for stage, busy in enumerate(free):
+            end = free[stage] = (busy if busy > end else end) + part
         return end - self.now
 
 
