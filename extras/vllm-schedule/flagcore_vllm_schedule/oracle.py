@@ -256,8 +256,7 @@ def simulated_by(process: Process, question: Mapping[str, Any], result: dict[str
             found = []
             self._arrive()
             while self._ready_time() <= self.now:
-                self.tokenized, request = self._tokenized_time(), self.entered[self.next]
-                self.next += 1
+                request = self._take()
                 known[str(self.next)], shared = request, min(int(self.prefix), request.prompt)
                 tokens = [(1, shared), (1 + self.next, request.prompt - shared)]
                 found.append((str(self.next), tokens, request.output))

@@ -120,11 +120,14 @@ class Price:
             if seconds < self._floor or seconds < self._decode_floor:
                 seconds = max(seconds, self._floor if self._exceeds(per_rank) else self._decode_floor)
             if self._drafted:
-                rows = sequences / self._ranks
-                seconds += self._drafted * (_interpolate(self._drafts, rows) + _interpolate(self._draft_heads, rows))
+                seconds += self._drafting(sequences)
             seconds = (seconds + (self._fixed + self._sequence * sequences / self.lane.ranks)) / self.lane.gain
             self._decode[sequences] = seconds
         return seconds
+
+    def _drafting(self, sequences: int) -> float:
+        rows = sequences / self._ranks
+        return self._drafted * (_interpolate(self._drafts, rows) + _interpolate(self._draft_heads, rows))
 
     def mixed(
         self, sequences: int, tokens: float, longest: float, pairs: float, ended: int, encode: float = 0.0
@@ -133,6 +136,7 @@ class Price:
 
         The time to read the context of the sequences is not included.
 
+        - `sequences`: with speculation, each computes its drafted tokens, too.
         - `longest`: tokens of the longest prompt chunk.
         - `pairs`: the number of query-key pairs.
         - `ended`: the number of prompts that this iteration completes.
@@ -141,19 +145,18 @@ class Price:
         The time depends on the slowest rank. It is assumed to compute an even share of the tokens, or the longest chunk
         if that is more.
         """
-        ranks = self._ranks
-        widest = (
-            sequences + max(tokens, longest * ranks) + 1.0
-        )  # an iteration that is not full admits a further request
+        ranks, decoding = self._ranks, sequences * (1.0 + self.lane.drafted)
+        widest = decoding + max(tokens, longest * ranks) + 1.0  # an iteration that is not full admits a further request
         if widest > self.widest:
             self.widest = widest
-        per_rank, batch = max(tokens / ranks, longest), sequences + max(tokens, longest)
-        time = _interpolate(self._local, sequences / ranks + per_rank) + self.pair * pairs * (per_rank / tokens)
-        time += _interpolate(self._prompts, batch) + _interpolate(self._sampled, (sequences + ended) / ranks)
-        time += _interpolate(self._drafts, per_rank) if self._drafted else 0.0
+        per_rank, batch = max(tokens / ranks, longest), decoding + max(tokens, longest)
+        time = _interpolate(self._local, decoding / ranks + per_rank) + self.pair * pairs * (per_rank / tokens)
+        time += _interpolate(self._prompts, batch) + _interpolate(self._sampled, (decoding + ended) / ranks)
         if time < self._floor or time < self._mixed_floor:
             is_eager = not self._mixes or self._exceeds(batch / ranks)
             time = max(time, self._floor if is_eager else self._mixed_floor)
+        if self._drafted:
+            time += _interpolate(self._drafts, per_rank) + self._drafting(sequences)
         return time + encode * (per_rank / tokens) + self._fixed + self._sequence * sequences / ranks
 
     def _exceeds(self, tokens: float) -> bool:

@@ -120,10 +120,12 @@ class Simulation:
         self.heap: list[tuple[int, int, Request]] = []
         self.order: list[Request] = []
         self.ending: deque[tuple[float, float]] = deque()  # times at which requests ended, and their cached tokens
-        self.lag = self.lane.ahead  # in iterations
+        self.lag, self.gain = self.lane.ahead, self.lane.gain  # in iterations; tokens of one
+        self.made = 0.0  # parts of a token
         self.now = self.known = self.held = self.stalled = self.used = self.freed = 0.0
         self.tokenized = self.link = self.encoded = self.idle_s = 0.0
         self.joined: dict[float, int] = {}  # sequences that joined while others waited for prompts, and since when
+        self.ready_s = -1.0  # unknown
         self.group_arrival, self.calls = -1.0, deque[float]()  # the ends of the calls in flight
         self.step = self.running = self.offset = self.finish = self.promised = self.tickets = self.next = 0
         self.sent, self.turn, self.others, self.grown = len(times), 0, 0, 0
@@ -197,6 +199,7 @@ class Simulation:
             self.group_arrival = arrival
         self.parse_ends[-1] += self.overheads.entry
         self.parse_groups.append(len(self.parse_ends) - 1)
+        self.ready_s = -1.0
 
     def _tokenized_time(self) -> float:
         """Return the time at which the next request is tokenized. One thread tokenizes all requests in order."""
@@ -205,7 +208,16 @@ class Simulation:
         return parsed + self.overheads.prompt_token * request.prompt + request.read
 
     def _ready_time(self) -> float:
-        return self._tokenized_time() + self.overheads.request if self.next < len(self.entered) else inf
+        if self.ready_s < 0.0:
+            is_there = self.next < len(self.entered)
+            self.ready_s = self._tokenized_time() + self.overheads.request if is_there else inf
+        return self.ready_s
+
+    def _take(self) -> Request:
+        """Return the next request, which is ready."""
+        self.tokenized, self.ready_s = self._tokenized_time(), -1.0
+        self.next += 1
+        return self.entered[self.next - 1]
 
     def _next_time(self) -> float:
         """Return the time at which the next request is ready, or has its cache or the embeddings of its images."""
@@ -217,21 +229,18 @@ class Simulation:
         """Move requests that are ready to the queue, and those whose cache was loaded to the prompts.
 
         A busy engine polls only every `receive` iterations."""
-        self._arrive()
-        known = self._known_time()
+        if self.coming:
+            self._arrive()
+        known = self._known_time() if self.lag else self.now
         if self.running and self.step % self.overheads.receive:
             return
         while self.loading and self.loading[0].loaded <= known:
             self.partial.append(self.loading.popleft())
         while self._ready_time() <= known:
-            self.tokenized = self._tokenized_time()
-            self.queue.append(self.entered[self.next])
-            self.next += 1
+            self.queue.append(self._take())
 
     def _known_time(self) -> float:
         """Return the time until which the scheduler knows what happened, and free what ended until then."""
-        if not self.lag:
-            return self.now
         if not (self.running or self.partial or self.free):
             self.known = self.now
         while self.ending and self.ending[0][0] <= self.known:
@@ -263,10 +272,11 @@ class Simulation:
                 return False
             request = self.queue[place]
             cached = self._cached_tokens(request)
-            future = request.output - request.made + self.promised + self.finish - self.running * self.step
-            if self.groups:
+            required_tokens = cached + lane.admits
+            if self.overheads.reserve:
+                future = request.output - request.made + self.promised + self.finish - self.running * self.step
                 future += sum([group.finish - group.running * group.step for group in self.groups])
-            required_tokens = cached + lane.admits + self.overheads.reserve * future
+                required_tokens += self.overheads.reserve * future
             filled = self.used + self.held + required_tokens
             if filled > self.price.filled:
                 self.price.filled = filled
@@ -339,11 +349,11 @@ class Simulation:
         `docs/serving/data_parallel_deployment.md`; SGLang `managers/data_parallel_controller.py`).
         """
         admits = self._has_room()
-        if not (self.queue or self.partial):
+        if not (self.partial or (admits and self.queue)):
             return False
         decoding = self.running if self.lane.mixes else 0
-        budget = self.lane.budget - decoding
-        if not self.free and self._pieces(decoding, budget):
+        budget = self.lane.budget - decoding * (1.0 + self.lane.drafted)
+        if self.partial and not self.free and self._pieces(decoding, budget):
             return True
         tokens = pairs = longest = encode = load = 0.0
         ended: list[Request] = []
@@ -372,11 +382,11 @@ class Simulation:
             return False
         time = max(self.price.mixed(decoding, tokens, longest, pairs, len(ended), encode), load)
         if decoding:
-            time += self.price.cached(self.running) * (self.offset + self.running * self.step)
+            time += self.gain * self.price.cached(self.running) * (self.offset + self.running * self.step)
         if self.free:
             time = self._through(time, decoding)
         if decoding:
-            self._advance(1, time)
+            self._advance(self._tokens(1), time)
         else:
             self.now += time
             self.stalled += time if self.running else 0.0
@@ -404,15 +414,16 @@ class Simulation:
             return False
         count = ceil(least / piece) - 1
         if decoding:
-            count = min(count, self.heap[0][0] - self.step)
+            count = min(count, self._iterations(self.heap[0][0] - self.step))
         pairs = sum(piece * (request.done + 0.5 * piece) for request in requests)
         time = self.price.pieces(decoding, budget, pairs, count, ranks)
         for request in requests:
             request.done += count * piece
         if decoding:
-            read = self.price.cached(self.running)
+            read = self.gain * self.price.cached(self.running)
             context = self.offset + self.running * self.step
-            self._advance(count, time + read * count * (context + self.running * (count - 1) / 2.0))
+            time += read * count * (context + self.gain * self.running * (count - 1) / 2.0)
+            self._advance(self._tokens(count), time)
             self._finish()
         else:
             self.now += time
@@ -504,25 +515,37 @@ class Simulation:
             self.sent += 1
 
     def _decode(self) -> None:
-        steps, ahead = self.heap[0][0] - self.step, self.lag * self.lane.gain  # tokens that are planned ahead
+        steps = self.heap[0][0] - self.step
         filled = self.used + self.held + self.running * (steps + self.block - 1.0)
         if filled > self.price.filled:
             self.price.filled = filled
         if filled > self.lane.cache_tokens and self.running > 1:
             steps = self._fitting(steps)
+        count, gain, cached = self._iterations(steps), self.gain, self.price.cached(self.running)
         if self.ending and self.queue:
-            steps = min(steps, ceil(ahead))
-        cached = self.price.cached(self.running)
-        base = self.price.decode(self.running) + cached * (self.offset + self.running * self.step)
-        growth = cached * self.running
+            count = min(count, ceil(self.lag))
+        base = gain * (self.price.decode(self.running) + cached * (self.offset + self.running * self.step))
+        growth = gain * gain * cached * self.running
         if self.next < self.sent or self.loading:
             wait = self._next_time() - self.now
-            arrival_step = self.step + (_steps_within(base, growth, wait + ahead * base, steps) if wait > 0.0 else 0)
+            arrival_step = self.step + (_steps_within(base, growth, wait + self.lag * base, count) if wait > 0.0 else 0)
             poll_step = -(-max(arrival_step, self.step + 1) // self.overheads.receive) * self.overheads.receive
-            steps = min(steps, poll_step - self.step)
-        self._advance(steps, base * steps + growth * (steps * (steps - 1) / 2.0))
-        self.known = max(self.known, self.now - ahead * (base + growth * (steps - 1)))
+            count = min(count, poll_step - self.step)
+        self._advance(self._tokens(count), base * count + growth * (count * (count - 1) / 2.0))
+        self.known = max(self.known, self.now - self.lag * (base + growth * (count - 1)))
         self._finish()
+
+    def _iterations(self, tokens: int) -> int:
+        """Return in how many iterations, at least one, a running sequence gets `tokens` tokens."""
+        return max(ceil((tokens - self.made) / self.gain), 1) if self.gain > 1.0 else tokens
+
+    def _tokens(self, iterations: int) -> int:
+        """Return how many tokens a running sequence gets in the next iterations: with speculation, `Lane.gain` on
+        average. An iteration in which it gets its last one may yield more."""
+        self.made += iterations * self.gain
+        tokens = int(self.made)
+        self.made -= tokens
+        return tokens
 
     def _phase(self, request: Request) -> int:
         """Return the place in `phases` of the steps in which a running sequence takes another block."""
@@ -595,11 +618,8 @@ class Simulation:
         """Turn to another group of sequences."""
         if turn == self.turn:
             return
-        group = self.groups[self.turn]
-        group.now, group.step, group.running, group.offset = self.now, self.step, self.running, self.offset
-        group.finish, group.heap, group.phases = self.finish, self.heap, self.phases
-        group.joined, group.stalled, group.grown = self.joined, self.stalled, self.grown
-        self.others += group.running
+        self._store()
+        self.others += self.running
         group, self.turn = self.groups[turn], turn
         self.now, self.step, self.running, self.offset = group.now, group.step, group.running, group.offset
         self.finish, self.heap, self.phases = group.finish, group.heap, group.phases
@@ -608,6 +628,12 @@ class Simulation:
         self.grown = group.grown
         self.others -= group.running
         group.finish = group.running = 0
+
+    def _store(self) -> None:
+        group = self.groups[self.turn]
+        group.now, group.step, group.running, group.offset = self.now, self.step, self.running, self.offset
+        group.finish, group.heap, group.phases = self.finish, self.heap, self.phases
+        group.joined, group.stalled, group.grown = self.joined, self.stalled, self.grown
 
     def _call(self) -> bool:
         """Call the scheduler for the next group; return False if all requests have ended."""
@@ -632,7 +658,8 @@ class Simulation:
             if filled > self.price.filled:
                 self.price.filled = filled
             read = self.price.cached(self.running) * (self.offset + self.running * self.step)
-            self._advance(1, self._through(self.price.decode(self.running) + read, self.running))
+            time = self.gain * (self.price.decode(self.running) + read)
+            self._advance(self._tokens(1), self._through(time, self.running))
             self.calls.append(self.now)
             self._finish()
         elif self.others or self.known < max(self.calls, default=0.0):  # `free` may differ from these by rounding
@@ -656,32 +683,32 @@ class Simulation:
         if not all_running or self.partial or self.loading or self.ending:
             return
         steps, slowest, growth = 1 << 40, 0.0, 0.0
-        for turn in range(len(self.free)):
-            self._switch(turn)
-            if self.running:
-                steps = min(steps, self.heap[0][0] - self.step - 1)
-                cached = self.price.cached(self.running)
-                time = self.price.decode(self.running) + cached * (self.offset + self.running * self.step)
+        self._store()
+        for group in self.groups:
+            if group.running:
+                steps = min(steps, group.heap[0][0] - group.step - 1)
+                cached = self.price.cached(group.running)
+                time = self.price.decode(group.running) + cached * (group.offset + group.running * group.step)
                 if time > slowest:
-                    slowest, growth = time, cached * self.running
-        self.growth = growth
-        filled = self.used + self.held + all_running * (steps + self.block)
+                    slowest, growth = time, self.gain**2 * cached * group.running
+        self.growth, used = growth, self.used - self.grown + self.groups[-1].grown
+        filled = used + self.held + all_running * (steps + self.block)
         if filled > self.price.filled:
             self.price.filled = filled
         if filled > self.lane.cache_tokens:
             steps -= ceil((filled - self.lane.cache_tokens) / all_running)
         period, wait = self.periods[0], self._next_time() - self.known
         is_even = self.steady >= STEADY_TURNS and max(self.periods) - min(self.periods) < EVEN * growth
-        steps = _steps_within(period, growth, wait, steps) - 1 if is_even and wait > 0.0 else 0
-        if steps > 1:
-            total = steps * period + growth * (steps * (steps + 1) / 2.0)
+        turns = _steps_within(period, growth, wait, int(steps / self.gain)) - 1 if is_even and wait > 0.0 else 0
+        if turns > 1:
+            total = turns * period + growth * (turns * (turns + 1) / 2.0)
             for turn in range(len(self.free)):
                 self._switch(turn)
                 self.free[turn] += total
                 self.marks[turn] += total
                 if self.running:
-                    self._advance(steps - 1, total * ((steps - 1) / steps))
-                    self._advance(1, total / steps)
+                    self._advance(self._tokens(turns - 1), total * ((turns - 1) / turns))
+                    self._advance(self._tokens(1), total / turns)
             self.calls = deque([end + total for end in self.calls])
             self.known += total
         self._switch(0)
@@ -689,9 +716,10 @@ class Simulation:
     def _through(self, time: float, decoding: int) -> float:
         """Return the seconds until a batch has passed all stages, since the group's last call ended. `time`: the
         seconds that the batch takes alone. Its sequences need their last tokens first if they decode."""
-        end = max(self.known, self.now) if decoding else self.known
-        for stage in range(len(self.free)):
-            end = self.free[stage] = max(end, self.free[stage]) + time / len(self.free)
+        end, free = max(self.known, self.now) if decoding else self.known, self.free
+        part = time / len(free)
+        for stage, busy in enumerate(free):
+            end = free[stage] = (busy if busy > end else end) + part
         return end - self.now
 
 

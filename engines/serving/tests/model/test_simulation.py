@@ -63,7 +63,7 @@ def token_by_token(
         while started < sent and ready[started] <= planned:
             queue.append(started)
             started += 1
-        left = lane.budget - (len(running) if lane.mixes else 0)
+        left = lane.budget - (len(running) * (1.0 + lane.drafted) if lane.mixes else 0)
         tokens, pairs, longest, ended = 0.0, 0.0, 0.0, []
         while left > 0 and (prompts or (queue and len(running) + len(prompts) + len(ended) + ghosts < lane.running)):
             if not prompts:
@@ -81,12 +81,13 @@ def token_by_token(
             continue
         decodes, planned = running if lane.mixes or not tokens else [], now
         context = sum(lengths[place][0] + generated[place] for place in decodes)
+        now += lane.gain * price.cached(len(decodes)) * context
         if tokens:
-            now += price.mixed(len(decodes), tokens, longest, pairs, len(ended)) + price.cached(len(decodes)) * context
+            now += price.mixed(len(decodes), tokens, longest, pairs, len(ended))
         else:
-            now += price.decode(len(decodes)) + price.cached(len(decodes)) * context
+            now += lane.gain * price.decode(len(decodes))
         for place in list(decodes):
-            generated[place] += 1
+            generated[place] += int(lane.gain)
         for place in ended:
             generated[place], first[place] = 1, now
             running.append(place)
@@ -107,13 +108,16 @@ def ends(outcome: SimulatedRun) -> list[tuple[float, float]]:
     return [(request.first, request.end) for request in outcome.requests]
 
 
+@pytest.mark.parametrize("drafted", [0.0, 2.0])
 @pytest.mark.parametrize("ahead", [0.0, 1.0])
 @pytest.mark.parametrize("mixes", [True, False])
 @pytest.mark.parametrize("seed", range(6))
-def test_jumping_over_decoding_is_the_same_as_going_token_by_token(seed: int, mixes: bool, ahead: float) -> None:
+def test_jumping_over_decoding_is_the_same_as_going_token_by_token(
+    seed: int, mixes: bool, ahead: float, drafted: float
+) -> None:
     draw = random.Random(seed)
     lane = replace(LANE, budget=draw.choice([96.0, 512.0, 2048.0]), running=draw.choice([3.0, 64.0]), mixes=mixes)
-    lane = replace(lane, ahead=ahead)
+    lane = replace(lane, ahead=ahead, drafted=drafted, gain=1.0 + drafted)
     lengths = [(draw.randint(1, 900), draw.randint(1, 40)) for _ in range(25)]
     arrivals = None if seed % 2 else sorted(draw.uniform(0.0, 1.0) for _ in lengths)
     price = price_of(lane, mixes=mixes)
@@ -262,7 +266,7 @@ def call_by_call(
             now, ends = min(when for place, when in enumerate(sent) if not made[place]), []
             continue
         decodes = [place for place in ready if turn[place] == calls % stages]
-        left, prompts, ended = lane.budget - len(decodes), list[tuple[int, float]](), list[int]()
+        left, prompts, ended = lane.budget - len(decodes) * (1 + lane.drafted), list[tuple[int, float]](), list[int]()
         busy = sum(
             computed[place] > 0 and (made[place] < lengths[place][1] or last[place] > now) for place in range(count)
         )
@@ -276,19 +280,19 @@ def call_by_call(
             left -= piece
             if computed[place] == lengths[place][0]:
                 ended.append(place)
-        time = price.cached(len(decodes)) * sum(lengths[place][0] + made[place] for place in decodes)
+        time = lane.gain * price.cached(len(decodes)) * sum(lengths[place][0] + made[place] for place in decodes)
         if prompts:
             tokens, pairs = (float(sum(each)) for each in zip(*prompts, strict=True))
             time += price.mixed(len(decodes), tokens, max(prompts)[0], pairs, len(ended))
         elif decodes:
-            time += price.decode(len(decodes))
+            time += lane.gain * price.decode(len(decodes))
         end = max([now, *(last[place] for place in decodes)])
         for stage in range(stages if time else 0):
             end = free[stage] = max(end, free[stage]) + time / stages
         for place in (*ended, *decodes):
             first[place], last[place] = first[place] or end, end
-            made[place], turn[place] = made[place] + 1, calls % stages
-            if made[place] == lengths[place][1] and len(sent) < count:
+            made[place], turn[place] = made[place] + (1 if place in ended else int(lane.gain)), calls % stages
+            if made[place] >= lengths[place][1] and len(sent) < count:
                 sent.append(end)
         ends.append(end)
         calls += 1
@@ -303,6 +307,7 @@ def test_uneven_groups_take_turns_in_a_pipeline(seed: int, stages: float, ahead:
     lane = replace(
         LANE, budget=draw.choice([256.0, 2048.0]), running=draw.choice([4.0, 64.0]), stages=stages, ahead=ahead
     )
+    lane = replace(lane, drafted=2.0, gain=3.0) if seed > 1 else lane
     lengths = [(draw.randint(1, 900), draw.randint(1, 80)) for _ in range(30)]
     arrivals = None if seed % 2 else sorted(draw.uniform(0.0, 1.0) for _ in lengths)
     price = price_of(lane, request=0.0, entry=0.0)
