@@ -281,6 +281,15 @@ def test_more_recompute_takes_as_long_and_larger_micro_batches_need_as_much_memo
     assert NEMO_RL.takes_at_least(columns, candidate).tolist() == [False, False, True, False]
 
 
+def test_candidates_of_other_batches_are_predicted_together_as_alone() -> None:
+    sizes = [{"micro_batch_size": size, "logprob_batch_size": 1} for size in (1, 2, 4)]
+    jobs = [record(candidate, packing=False, mini_batch=64) for candidate in sizes]
+    alone = [answer for job in jobs for answer in predicted(job)]
+    together = predicted(*jobs)
+    assert [(each["time"], each["memory"]) for each in together] == [(each["time"], each["memory"]) for each in alone]
+    assert together[0]["mfu"] == alone[0]["mfu"]
+
+
 def test_a_reward_model_takes_a_forward_pass_and_memory() -> None:
     without, same = predicted(record(), record(reward={"model": MODEL}))
     assert same["time"]["rewards_s"] - without["time"]["rewards_s"] == pytest.approx(same["time"]["logprobs_s"])

@@ -305,12 +305,9 @@ def engine_version(spec: Spec, engine: Engine) -> str | None:
     work = spec.work
     if work.engine_version or work.command is not None:
         return work.engine_version
-    if engine.distribution:
-        names = [engine.distribution]
-    else:
-        packages = (re.split(r"[^\w.-]", each.strip())[0] for each in engine.modules.values())
-        names = [name for name in packages if engine.name in name.replace("-", "")]
-    for name in names:
+    packages = (re.split(r"[^\w.-]", each.strip())[0] for each in engine.modules.values())
+    own = (name for name in packages if engine.name in name.replace("-", ""))
+    for name in (engine.distribution,) if engine.distribution else own:
         with suppress(PackageNotFoundError):
             return version(name)
     return None
