@@ -281,13 +281,12 @@ def test_more_recompute_takes_as_long_and_larger_micro_batches_need_as_much_memo
     assert NEMO_RL.takes_at_least(columns, candidate).tolist() == [False, False, True, False]
 
 
-def test_candidates_of_other_batches_are_predicted_together_as_alone() -> None:
-    sizes = [{"micro_batch_size": size, "logprob_batch_size": 1} for size in (1, 2, 4)]
-    jobs = [record(candidate, packing=False, mini_batch=64) for candidate in sizes]
-    alone = [answer for job in jobs for answer in predicted(job)]
-    together = predicted(*jobs)
-    assert [(each["time"], each["memory"]) for each in together] == [(each["time"], each["memory"]) for each in alone]
-    assert together[0]["mfu"] == alone[0]["mfu"]
+def test_log_probabilities_of_all_samples_take_as_long_for_any_mini_batch() -> None:
+    answers = predicted(*(record(packing=False, mini_batch=size) for size in (32, 64, 128)))
+    assert len({each["time"]["logprobs_s"] for each in answers}) == 1
+    training = [each["time"]["training_s"] for each in answers]
+    assert training == sorted(training, reverse=True)
+    assert training[0] > training[-1]
 
 
 def test_a_reward_model_takes_a_forward_pass_and_memory() -> None:
