@@ -348,6 +348,12 @@ class Snapshot:
         return detailed_predictions(self.problem.platform, columns, known)[0]
 
 
+def columns_of(snapshot: Snapshot, candidate: Candidate) -> Columns:
+    """Encode a candidate as columns with one row."""
+    values, axes = candidate.as_dict(), snapshot.problem.space.axes
+    return {axis.knob: np.array([axis.encode(values.get(axis.knob, axis.neutral))]) for axis in axes}
+
+
 def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -> Snapshot:
     """Return the state of a spec, or of the run in a folder. Raises the errors of `flagcore.errors`."""
     place = UNNAMED if isinstance(where, Mapping) else Path(where)

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from flagcore.api.candidate_parser import broken_rules_of, parse_candidate
-from flagcore.api.runs import Snapshot, all_trials, no_best_error
+from flagcore.api.runs import Snapshot, all_trials, columns_of, no_best_error
 from flagcore.domain.prediction import Belief
 from flagcore.domain.space import Axis, Candidate, Columns, FloatArray, IntArray, KnobValue, as_candidate
 from flagcore.domain.trial import Trial, TrialState, is_disturbed
@@ -204,12 +204,6 @@ def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str
     columns, named = parse_candidate(name, snapshot.problem)
     whole, others = _completed(snapshot, columns, named)
     return whole, named, others
-
-
-def columns_of(snapshot: Snapshot, candidate: Candidate) -> Columns:
-    """Encode a candidate as columns with one row."""
-    values, axes = candidate.as_dict(), snapshot.problem.space.axes
-    return {axis.knob: np.array([axis.encode(values.get(axis.knob, axis.neutral))]) for axis in axes}
 
 
 def best_of(snapshot: Snapshot) -> Candidate | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -122,7 +123,8 @@ def _as_column(name: str, result: Any, arguments: Sequence[Any]) -> FloatArray:
     """Return a COLUMNS result as array. Raises BadPlugin for another shape, or known memory that becomes NaN."""
     column: FloatArray = np.asarray(result, dtype=np.float64)
     sizes = [each for argument in arguments for each in (getattr(argument, "sizes", None) or [argument])]
-    if column.shape != (expected := np.broadcast_shapes(*map(np.shape, sizes))):
+    shapes = {np.shape(each) for each in sizes}
+    if column.shape != (expected := shapes.pop() if len(shapes) == 1 else np.broadcast_shapes(*shapes)):
         found = "None" if result is None else f"an array of shape {column.shape}"
         raise BadPlugin(f"returned {found} for arguments of shape {expected}")
     if name in BYTES and np.isnan(column).any() and not np.isnan(np.asarray(arguments[0], dtype=np.float64)).any():
@@ -157,9 +159,9 @@ class PluginProxy:
 
         def call(*arguments: Any, **named: Any) -> object:
             # Only the main thread redirects stdout. Another thread would also redirect what the main thread prints.
-            quiet = stdout_to_stderr() if current_thread() is main_thread() else nullcontext()
+            is_quiet = sys.stdout is sys.stderr or current_thread() is not main_thread()
             try:
-                with quiet:
+                with nullcontext() if is_quiet else stdout_to_stderr():
                     if name == "sample":
                         return within(SAMPLE_SECONDS, partial(result, *arguments, **named))
                     if next(limited, None) is not None:

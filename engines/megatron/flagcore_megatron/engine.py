@@ -40,7 +40,7 @@ from flagcore_megatron.space import knobs, meshes, options, production
 from flagcore_megatron.space import knobs as knob_rows
 from flagcore_megatron.space import rules as legality
 from flagcore_megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
-from flagcore_megatron.space.meshes import CP, DP, EP, PP, SP, TP
+from flagcore_megatron.space.meshes import CP, DP, EP, MICROBATCHES, PP, SP, TP
 from flagcore_megatron.space.rules import DIST_OPT, RECOMPUTE, settings_with_rules
 from flagcore_megatron.space.split import SPLIT
 from flagcore_megatron.start import MegatronProbes
@@ -157,6 +157,8 @@ class Megatron(Engine):
     modules: Mapping[str, str] = start.MODULES
     failures = FAILURES
     replicas = DP
+    count_column = MICROBATCHES
+    """The column in which rows may have another number of micro-batches than the global batch of their task gives."""
 
     plans = MegatronPlans()
     bounds = MegatronBounds()

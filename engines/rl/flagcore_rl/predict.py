@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -89,17 +89,18 @@ class Framework:
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """Seconds of training and of one pass of log-probabilities, bytes of a device, and operations of training.
+    """Seconds of training and of one pass of log-probabilities, and bytes of a device.
 
-    `memory`: as named in `MEMORY`. `shares`: the number of devices that divide the weights.
+    `memory`: as named in `MEMORY`. `shares`: the number of devices that divide the weights. `flops`: returns the
+    operations of a step of the trainer.
     """
 
     training_s: float
     forward_s: float
     memory: FloatArray
     weights: float
-    flops: float
     shares: float
+    flops: Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,7 @@ def predict(
         device_used_bytes=used,
         worst_stage=np.zeros(rows, dtype=np.int64),
         capacity_bytes=capacity,
-        model_flops=trained[0].flops * (1 + work.critic),
+        model_flops=_steps(work) * trained[0].flops() * (1 + work.critic),
         figures={"generation_s": figures.pop("whole_generation_s"), "tokens_per_second_per_device": tokens, **figures},
     )
 
@@ -233,46 +234,64 @@ def batches(
     return max(round((padded if is_padded else tokens / number) / held), 1), held, number * held
 
 
+def _steps(work: RlSpec) -> int:
+    return work.epochs * -(-work.step_samples // work.optimizer_samples)
+
+
 @keys_of("rl.trainer.")
 def _train(task: Task, candidates: list[Values], costs: Costs, framework: Framework) -> list[_Trained]:
     work = job_of(task)
     engine = engine_of(work.trainer.engine, "rl.trainer.engine")
-    groups: dict[tuple[int, int, int, Adapter | None], list[tuple[int, int, bool]]] = {}
-    found, memory = np.full((5, len(candidates)), np.nan), np.full((len(MEMORY), len(candidates)), np.nan)
+    counted: str = getattr(engine, "count_column", "")  # then rows of a task may have other batches than the task
+    groups: dict[tuple[int, int, int, Adapter | None], list[tuple[int, int, int, bool]]] = {}
+    found, memory = np.full((4, len(candidates)), np.nan), np.full((len(MEMORY), len(candidates)), np.nan)
+    flops: dict[int, Callable[[], float]] = {}
     weights, experts = (2.0 * number for number in sizes_of(task.spec.model))
-    steps = work.epochs * -(-work.step_samples // work.optimizer_samples)
+    steps = _steps(work)
     is_sharded = any(knob.name == SHARD for knob in engine.knobs)
     for row, values in enumerate(candidates):
         devices = task.cluster.devices - int(values.get(DEVICES) or 0)
         tensor, pipeline, replicas = layout_of(values, devices)
         expert = max(int(values.get("expert_model_parallel_size") or 1) / tensor, 1.0)
-        found[4, row] = tensor * pipeline * (shards_of(values, replicas) if is_sharded else 1)
-        found[2, row] = (weights - experts + experts / expert) / found[4, row]
+        found[3, row] = tensor * pipeline * (shards_of(values, replicas) if is_sharded else 1)
+        found[2, row] = (weights - experts + experts / expert) / found[3, row]
         for forward in (False, True):
             samples = work.step_samples if forward else work.optimizer_samples
             pads = framework.pads_stages
             sequence, held, batch = batches(work, values, samples, replicas, forward=forward, pads_stages=pads)
-            key = (devices, sequence, batch, None if forward else work.trainer.adapter)
-            groups.setdefault(key, []).append((row, held, forward))
-    for (devices, sequence, batch, adapter), members in groups.items():
-        part = train_task(task, engine, devices, sequence, batch, adapter)
-        rows = [train_values(engine, candidates[row], devices, held, recompute=not fwd) for row, held, fwd in members]
-        own = costs.of(part.cluster, part.spec.work.engine)
-        predictions = engine.predict(part, _stacked(engine, part, rows), own)
+            key = (devices, sequence, 0 if counted else batch, None if forward else work.trainer.adapter)
+            groups.setdefault(key, []).append((row, held, batch, forward))
+    for (devices, sequence, _batch, adapter), members in groups.items():
+        part_of = partial(train_task, task, engine, devices, sequence, adapter=adapter)
+        part = part_of(batch=members[0][2])
+        values_of = partial(train_values, engine, devices=devices)
+        rows = [values_of(candidates[row], micro_batch=held, recompute=not fwd) for row, held, _, fwd in members]
+        own, columns = costs.of(part.cluster, part.spec.work.engine), _stacked(engine, part, rows)
+        if counted:
+            sizes = columns["micro_batch_size"] * columns["data_parallel_size"]
+            columns = {**columns, counted: np.array([batch for _row, _held, batch, _fwd in members]) // sizes}
+        predictions = engine.predict(part, columns, own)
         times = predictions.time_s
         passes = [share * times[name] for name, share in FORWARD_PARTS.items() if name in times]
         forward_s = np.sum(passes, axis=0) if passes else FORWARD * predictions.step_time_s
-        for place, (row, _held, forward) in enumerate(members):
+        for place, (row, _held, batch, forward) in enumerate(members):
             if forward:
                 found[1, row] = forward_s[place]
             else:
                 found[0, row] = steps * predictions.step_time_s[place]
-                found[3, row] = steps * predictions.model_flops
+                is_known, alone = batch == members[0][2], partial(_flops, engine, part_of, batch, rows[place], own)
+                flops[row] = partial(float, predictions.model_flops) if is_known else alone
                 memory[:, row] = [getattr(predictions, name)[place] for name in MEMORY]
     return [
-        _Trained(training, forward, memory[:, row], *rest)
-        for row, (training, forward, *rest) in enumerate(found.T.tolist())
+        _Trained(training, forward, memory[:, row], held, shares, flops[row])
+        for row, (training, forward, held, shares) in enumerate(found.T.tolist())
     ]
+
+
+def _flops(engine: Any, part_of: Callable[..., Task], batch: int, values: Values, costs: Costs) -> float:
+    """Return the operations of a step with another global batch than that of the rows that are predicted together."""
+    part = part_of(batch=batch)
+    return float(engine.predict(part, engine.columns(part, values), costs).model_flops)
 
 
 @keys_of("rl.rollout.")

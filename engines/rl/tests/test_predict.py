@@ -281,6 +281,14 @@ def test_more_recompute_takes_as_long_and_larger_micro_batches_need_as_much_memo
     assert NEMO_RL.takes_at_least(columns, candidate).tolist() == [False, False, True, False]
 
 
+def test_log_probabilities_of_all_samples_take_as_long_for_any_mini_batch() -> None:
+    answers = predicted(*(record(packing=False, mini_batch=size) for size in (32, 64, 128)))
+    assert len({each["time"]["logprobs_s"] for each in answers}) == 1
+    training = [each["time"]["training_s"] for each in answers]
+    assert training == sorted(training, reverse=True)
+    assert training[0] > training[-1]
+
+
 def test_a_reward_model_takes_a_forward_pass_and_memory() -> None:
     without, same = predicted(record(), record(reward={"model": MODEL}))
     assert same["time"]["rewards_s"] - without["time"]["rewards_s"] == pytest.approx(same["time"]["logprobs_s"])

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from flagcore.api.commands.export import first_target
-from flagcore.api.commands.report import plan_report
 from flagcore.api.inputs import SpecLike, about_sections, changed_spec, open_spec
 from flagcore.api.jobs import NEAREST, detailed_predictions, expected_seconds, published_runs
 from flagcore.api.runs import snapshot_of
@@ -122,6 +121,8 @@ def estimate(
         target=target,
     )
     if on_page is not None:
+        from flagcore.api.commands.report import plan_report
+
         on_page(plan_report(problem, spec, start(target) if start and target else "", found.expected))
     return found
 

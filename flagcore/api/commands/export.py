@@ -10,11 +10,9 @@ from shutil import rmtree
 from tempfile import TemporaryDirectory
 
 from flagcore import plugins
-from flagcore.api.candidate_parser import legal_candidate
 from flagcore.api.inputs import LoadedSpec
 from flagcore.api.outcome import require_startable, start_script
-from flagcore.api.runs import Snapshot, load_snapshot
-from flagcore.api.subject import columns_of, named_columns
+from flagcore.api.runs import Snapshot, columns_of, load_snapshot
 from flagcore.contracts import Exporter, ExportJob, Platform
 from flagcore.contracts.exchange import ANY_HOST
 from flagcore.domain.files import writable
@@ -56,6 +54,9 @@ def export(
     name in the form of `explain_candidate`. `options`: see `ExportJob`. `output`: by default, `NAME-TARGET` in
     the working directory. Raises the errors of `flagcore.errors`.
     """
+    from flagcore.api.candidate_parser import legal_candidate  # what plans import less
+    from flagcore.api.subject import named_columns
+
     place = Path(where)
     job_id = job_name(place.name if place.is_dir() else place.stem) if name is None else checked_name(name)
     snapshot = load_snapshot(where, chip, without)

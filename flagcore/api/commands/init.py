@@ -1,6 +1,6 @@
 """Creates specs from a few values."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,17 +31,21 @@ def defaults_of(engine: str) -> Mapping[str, Any]:
 
 def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mapping[str, Any]) -> ImportedSpec:
     """Return a spec for a model (a path or a public name). `values` has the keys of `defaults_of`. Raises SpecError."""
+    data = _data_of(engine, model, cluster, values)
+    sections = {"": CommonSection, "cluster": ClusterSection, **_documents_of(engine).PARTS}
+    return ImportedSpec(data=data, notes=tuple(_comments(data, sections)))
+
+
+def _data_of(engine: str, model: str, cluster: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     model_from(model, base=Path())
-    path = absolute_model(model, Path())
-    data: dict[str, Any] = {"model": path, "cluster": dict(cluster)}
-    kind, parts = plugins.find_engine(engine).kind, _documents_of(engine).PARTS
-    *_section, inner = list(parts)[-1].split(".")
+    data: dict[str, Any] = {"model": absolute_model(model, Path()), "cluster": dict(cluster)}
+    kind = plugins.find_engine(engine).kind
+    *_section, inner = list(_documents_of(engine).PARTS)[-1].split(".")
     data[kind] = {"engine": engine, **(values if inner == kind else {inner: dict(values)})}
-    sections: dict[str, type[Section]] = {"": CommonSection, "cluster": ClusterSection, **parts}
     data["auto_tuner"] = {"control": {"max_trials": 20, "max_time": 3600}}
     check_spec(LoadedSpec(job_name(Path(model).name), data))
     check_chips(cluster)
-    return ImportedSpec(data=data, notes=tuple(_comments(data, sections)))
+    return data
 
 
 def spec_of_model(
@@ -64,16 +68,14 @@ def spec_of_model(
     count = cluster["nodes"] * (devices or (USUAL_DEVICES if chip or nodes else 1))
     documents = _documents_of(engine)
     values = documents.for_devices(count) if hasattr(documents, "for_devices") else documents.DEFAULTS
-    return LoadedSpec(job_name(Path(model).name), new_spec(engine, model, cluster, values).data)
+    return LoadedSpec(job_name(Path(model).name), _data_of(engine, model, cluster, values))
 
 
-def _comments(data: Mapping[str, Any], sections: Mapping[str, type[Section]]) -> list[ImportNote]:
-    """Return a note for each key of a spec: the description of the key in the schema."""
-    notes = []
+def _comments(data: Mapping[str, Any], sections: Mapping[str, type[Section]]) -> Iterator[ImportNote]:
+    """Yield a note for each key of a spec: the description of the key in the schema."""
     for section, schema in sections.items():
         content: Any = data
         for part in filter(None, section.split(".")):
             content = content[part]
         texts = texts_of(schema)
-        notes += [ImportNote(key, texts[key], f"{section}.{key}".lstrip(".")) for key in content if key in texts]
-    return notes
+        yield from (ImportNote(key, texts[key], f"{section}.{key}".lstrip(".")) for key in content if key in texts)

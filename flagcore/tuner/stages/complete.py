@@ -1,12 +1,11 @@
 """complete: fill in everything that a spec leaves open, from hardware, plugins and engine."""
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-
-from packaging.requirements import Requirement
 
 from flagcore.contracts import Engine, HostSetup, Platform
 from flagcore.domain.chip import TRAINED, Chip, slowness, usual_precision
@@ -306,12 +305,9 @@ def engine_version(spec: Spec, engine: Engine) -> str | None:
     work = spec.work
     if work.engine_version or work.command is not None:
         return work.engine_version
-    if engine.distribution:
-        names = [engine.distribution]
-    else:
-        packages = (Requirement(each).name for each in engine.modules.values())
-        names = [name for name in packages if engine.name in name.replace("-", "")]
-    for name in names:
+    packages = (re.split(r"[^\w.-]", each.strip())[0] for each in engine.modules.values())
+    own = (name for name in packages if engine.name in name.replace("-", ""))
+    for name in (engine.distribution,) if engine.distribution else own:
         with suppress(PackageNotFoundError):
             return version(name)
     return None

@@ -21,6 +21,7 @@ from flagcore.domain.space import Columns, FloatArray, IntArray, Space
 from flagcore.domain.spec import Task, objective_value
 from flagcore.errors import NoDevice
 from flagcore.i18n import _
+from flagcore.loading.entry_points import stdout_to_stderr
 from flagcore.tuner.effects import rows_by_effects, scaled
 
 CHUNK = 1 << 17
@@ -108,7 +109,8 @@ def _predicted(platform: Platform, task: Task, columns: Columns, *, rough: bool)
     """Return the predictions of the engine. Raises NoDevice if they are not one number per candidate."""
     engine, rows = platform.engine, next((column.size for column in columns.values()), 0)
     try:
-        found = (engine.rough if rough else engine.predict)(task, columns, platform.costs)
+        with stdout_to_stderr():  # once for all calls of plugins
+            found = (engine.rough if rough else engine.predict)(task, columns, platform.costs)
         if not isinstance(found, Predictions):
             raise BadPredictions(f"predict returned {type(found).__name__}, not Predictions")
         if columns and found.step_time_s.size != rows:

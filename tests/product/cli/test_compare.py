@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from flagcore.api.commands.compare import compare_subjects, overlap
-from flagcore.api.runs import load_snapshot
-from flagcore.api.subject import Subject, columns_of
+from flagcore.api.runs import columns_of, load_snapshot
+from flagcore.api.subject import Subject
 from flagcore.domain.trial import TrialState
 from flagcore.report.candidate_report import CORRECTED, PREDICTED
 from flagcore.tuner.problem import rows_by_time

@@ -15,8 +15,8 @@ from flagcore_megatron.space.knobs import BY_NAME
 
 from flagcore import api
 from flagcore.api.commands.explain import candidate_report, state_of
-from flagcore.api.runs import Run, Snapshot, load_snapshot, trial_fields
-from flagcore.api.subject import Subject, allowed_rows, columns_of
+from flagcore.api.runs import Run, Snapshot, columns_of, load_snapshot, trial_fields
+from flagcore.api.subject import Subject, allowed_rows
 from flagcore.domain.space import Candidate
 from flagcore.domain.trial import PROBE, RUN, Role, Trial, TrialState
 from flagcore.errors import NothingFits, UsageError

@@ -4,7 +4,6 @@ import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,21 @@ ROUTER_IMAGE = "python:3.12-slim"
 """The image in which compose files install a router."""
 START_SECONDS = 1200
 """How long a container may take to become healthy: as the servers of a trial by default."""
+STOP_TOGETHER = (
+    "pids=()",
+    """trap 'trap - EXIT; kill "${pids[@]}" 2>/dev/null; wait' EXIT""",
+    "trap 'exit 143' TERM",
+    "trap 'exit 130' INT",
+)
+WAIT_FOR_ALL = (
+    '[ -n "${pids[*]}" ] || exit 0',
+    "while sleep 1; do",
+    '    for pid in "${pids[@]}"; do',
+    '        [ -e "/proc/$pid" ] || { echo "process $pid has ended: all are stopped" >&2; exit 1; }',
+    "    done",
+    "done",
+)
+"""Lines of start scripts before and after those that start servers."""
 HOME, HUB = "/root/.cache", "huggingface"
 """The folder of caches in images, and that of downloaded weights in it."""
 
@@ -104,14 +118,34 @@ def start_script(
         front = f"{BALANCER} run --config - --adapter caddyfile"
         upstreams = [shell([f"{host}:{_shifted(port)}"]) for host, port in _places_of(instances, hosts)]
         conf = _balancer(f":${PORT_VARIABLE}", [each.replace('"', "") for each in upstreams], "bind 127.0.0.1")
-    fields = {"commands": commands, "count": len(instances), "named": bool(names), "balancer": conf, "router": router}
-    fields |= {"front": front, "program": program, "package": package, "first": shell(hosts[:1]), "programs": programs}
-    from jinja2 import Environment, StrictUndefined
-
-    template = (files(__package__) / "templates" / "start.sh.j2").read_text("utf-8")
-    environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-    environment.filters |= {"quoted": shlex.quote}
-    return environment.from_string(template).render(port=FRONT_PORT, **fields)
+    places_text = f"behind a {'router' if router else 'balancer'} at port" if front else "at port"
+    lines = [f"# {len(instances)} server{'s' * (len(instances) != 1)} {places_text} {FRONT_PORT}."]
+    on_first, is_spread = "", len(commands) > 1
+    if is_spread:
+        lines.append(': "${NODE_RANK:?is not set: the number of this host, from 0}"')
+        on_first = '[ "$NODE_RANK" != 0 ] || '
+    if names:
+        lines.append("read -ra hosts <<< \"${HOSTS//$'\\n'/ }\"")
+    if is_spread:
+        lines.append(f"export NODE_RANK MASTER_ADDR={shell(hosts[:1])}")
+    lines.append(f'{PORT_VARIABLE}="${{{PORT_VARIABLE}:-{FRONT_PORT}}}"')
+    if programs:
+        lines.append(f'PATH="$PATH:"{shlex.quote(programs)}')
+    if front:
+        text = f"{program} is not installed; it divides the requests between the servers; run `{package}`"
+        lines.append(f"{on_first}command -v {shlex.quote(program)} >/dev/null 2>&1 || {{")
+        lines += [f"    echo {shlex.quote(text)} >&2", "    exit 2", "}"]
+    lines += STOP_TOGETHER
+    starts = [[f"{command} &\npids+=($!)" for command in own] for own in commands]
+    if is_spread:
+        cases = [line for number, own in enumerate(starts) for line in (f"{number})", *own, ";;")]
+        lines += ['case "$NODE_RANK" in', *cases, "esac"]
+    else:
+        lines += starts[0]
+    if front:
+        started = f"{front} << END &\n{conf}END" if conf else f"{front} &"
+        lines += [f"{on_first}{{", f"    {started}", "    pids+=($!)", "}"]
+    return "\n".join([*lines, *WAIT_FOR_ALL, ""])
 
 
 def _encoders(

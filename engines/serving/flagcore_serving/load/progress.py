@@ -113,24 +113,25 @@ class LimitCheck:
     """
 
     def __init__(self, limits: Mapping[str, float], count: int) -> None:
-        checked = {name: limit for name, limit in limits.items() if not name.startswith("itl_s")}
-        self._limits = {(name.partition(".")[0], name.partition(".")[2]): limit for name, limit in checked.items()}
-        self._count = count
-        self._sums: defaultdict[str, float] = defaultdict(float)
-        self._slower: Counter[tuple[str, str]] = Counter()
+        self._count, self._sums, self._slower = count, defaultdict[str, float](float), Counter[str]()
+        self._limits: list[tuple[str, str, float, int]] = []
+        for figure, limit in limits.items():
+            name, _, statistic = figure.partition(".")
+            share = 0.0 if statistic == "mean" else (count - 1) * float(statistic.removeprefix("p")) / 100
+            if name != "itl_s":
+                self._limits.append((name, "" if statistic == "mean" else figure, limit, count - math.floor(share)))
 
-    def add(self, answer: Latencies) -> None:
-        """Count an answer."""
-        for (name, statistic), limit in self._limits.items():
-            seconds = getattr(answer, name) or 0.0
-            if statistic == "mean":
-                self._sums[name] += seconds
-            elif seconds > limit:
-                self._slower[name, statistic] += 1
+    def add(self, seconds: Mapping[str, Sequence[float]]) -> None:
+        """Count answers. `seconds`: their latencies by metric."""
+        for name, percentile, limit, _ in self._limits:
+            if percentile:
+                self._slower[percentile] += sum(each > limit for each in seconds[name])
+            else:
+                self._sums[name] = sum(seconds[name], self._sums[name])
 
     def exceeded(self, answer: Latencies) -> bool:
         """Count an answer, and return whether the load is now certain to exceed one of the limits."""
-        self.add(answer)
+        self.add({name: (getattr(answer, name) or 0.0,) for name, *_ in self._limits})
         return self.is_exceeded({})
 
     def is_exceeded(self, waits_s: Mapping[str, Sequence[float]]) -> bool:
@@ -139,14 +140,12 @@ class LimitCheck:
         `waits_s`: lower bounds of the latencies of unanswered requests in seconds, by metric.
         A percentile lies between two values; the lower one must exceed the limit.
         """
-        for (name, statistic), limit in self._limits.items():
+        for name, percentile, limit, enough in self._limits:
             waits = waits_s.get(name, ())
-            if statistic == "mean":
+            if not percentile:
                 if self._sums[name] + sum(waits) > limit * self._count:
                     return True
-                continue
-            place = math.floor((self._count - 1) * float(statistic.removeprefix("p")) / 100)
-            if self._slower[name, statistic] + sum(wait > limit for wait in waits) >= self._count - place:
+            elif len(waits) >= enough - self._slower[percentile] <= sum(wait > limit for wait in waits):
                 return True
         return False
 

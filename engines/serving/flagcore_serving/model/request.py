@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 
-@dataclass(slots=True)
 class Request:
     """One request: lengths in tokens, and times in seconds.
 
@@ -13,27 +12,19 @@ class Request:
     - `adapter`: the adapter that it uses; -1 if it needs no slot.
     - `first`, `end`: times of the first and the last token; -1 if there is none yet.
 
-    The fields from `done` on are internal to the simulation.
+    The fields from `done` on are internal to the simulation. It is no dataclass, because its `__init__` is compiled.
     """
 
-    arrival: float
-    prompt: int
-    output: int
-    hit: float = 0.0
-    load: float = 0.0
-    read: float = 0.0
-    encode: float = 0.0
-    adapter: int = -1
-    first: float = -1.0
-    end: float = -1.0
-    done: float = 0.0
-    made: int = 0
-    loaded: float = 0.0
-    kept: float = 0.0
-    since: int = 0
-    context: int = 0
-    ticket: int = 0
-    group: int = 0
+    __slots__ = (
+        *("arrival", "prompt", "output", "hit", "load", "read", "encode", "adapter", "first", "end"),
+        *("done", "made", "loaded", "kept", "since", "context", "ticket", "group"),
+    )
+
+    def __init__(self, arrival: float, prompt: int, output: int) -> None:
+        self.arrival, self.prompt, self.output = arrival, prompt, output
+        self.first, self.end, self.adapter = -1.0, -1.0, -1
+        self.hit = self.load = self.read = self.encode = self.done = self.loaded = self.kept = 0.0
+        self.made = self.since = self.context = self.ticket = self.group = 0
 
     @property
     def ttft_s(self) -> float:

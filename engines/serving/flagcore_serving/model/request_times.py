@@ -120,10 +120,10 @@ class SimulationCheck:
         """Return whether the requests that were sent by `now` exceed a limit for certain."""
         while self._coming and self._coming[0].arrival <= now:
             self._open.append(self._coming.popleft())
-        for each in self._open:
-            if each.end >= 0.0:
-                self._check.add(each)
-        self._open = [each for each in self._open if each.end < 0.0]
+        if ended := [each for each in self._open if each.end >= 0.0]:
+            self._open = [each for each in self._open if each.end < 0.0]
+            ttft_s, tpot_s = [each.ttft_s for each in ended], [each.tpot_s for each in ended]
+            self._check.add({"ttft_s": ttft_s, "tpot_s": tpot_s, "e2e_s": [each.e2e_s for each in ended]})
         decoding = (each for each in self._open if each.first >= 0.0 and each.output > 1)
         waits_s = {
             "ttft_s": [(now if each.first < 0.0 else each.first) - each.arrival for each in self._open],
