@@ -95,7 +95,6 @@ class DeepSpeed(Trainer):
     """Training with a script that calls `deepspeed.initialize`."""
 
     plans = DeepSpeedPlans()
-    trains_depths = False
     commands = DeepSpeedCommands()
     distribution = "deepspeed"
     modules: Mapping[str, str] = {"deepspeed": "deepspeed"}
