@@ -165,8 +165,6 @@ class Engine(ABC):
     """The kind of job: train, serve, or one that a distribution adds."""
     knobs: tuple[Knob, ...]
     """All knobs that specs and job records may set."""
-    trains_depths: bool = True
-    """Whether it trains the depths of multi-token prediction that the files of a model have."""
     modules: Mapping[str, str] = {}
     """The modules that trials import, and the pip requirement of each."""
     distribution: str = ""
@@ -189,8 +187,6 @@ class Engine(ABC):
     """What plans and reports say about candidates."""
     bounds: Bounds | None = None
     """Lower bounds of time and memory."""
-    most_candidates = 2_000_000
-    """The most candidates that `predict` answers within 20 s and 1 GiB."""
     commands: Commands | None = None
     """Reads users' commands."""
     probes: Probes | None = None
@@ -287,7 +283,7 @@ class Engine(ABC):
 
     def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
         """Return which of `columns` certainly take as long as `candidate` or longer. By default none."""
-        return np.zeros(_rows(columns), dtype=np.bool_)
+        return np.zeros_like(next(iter(columns.values())), dtype=np.bool_)
 
     # Predictions
 
@@ -362,10 +358,6 @@ class Engine(ABC):
         """
         return None
 
-    def shortage(self, figures: Mapping[str, float]) -> str:
-        """Return what memory that it sets aside is too small, of a candidate with these figures. By default none."""
-        return ""
-
     def shorter_batch(self, task: Task, candidate: Candidate, share: float) -> int | None:
         """Return a smaller global batch size for trials with shortened steps, or None, the default, if there is none.
 
@@ -380,15 +372,11 @@ class Engine(ABC):
 
     def device_counts(self, task: Task, columns: Columns) -> IntArray:
         """Return the number of devices of each candidate, as an array. By default all devices of the cluster."""
-        return np.full(_rows(columns), task.cluster.devices, dtype=np.int64)
+        return np.full_like(next(iter(columns.values())), task.cluster.devices)
 
     def learned(self, task: Task, trials: Sequence[Trial]) -> Task:
         """Return `task` with the properties that `trials` revealed, for better predictions. By default unchanged."""
         return task
-
-    def image(self, platform: Platform) -> str:
-        """Return the published container image of the engine for the chips of a platform. By default none."""
-        return ""
 
     def servers(self, platform: Platform, candidate: Candidate, name: str) -> ServerGroups | tuple[Candidate, int]:
         """Return the groups of identical servers of a candidate, for an exported job called `name`. Raises UsageError.
@@ -396,10 +384,6 @@ class Engine(ABC):
         If all servers are identical, return the candidate of one server, and their number: by default one.
         """
         return candidate, 1
-
-
-def _rows(columns: Columns) -> int:
-    return next(iter(columns.values())).size
 
 
 def unsupported(engine: Engine, what: str, fix: str) -> SpecError:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from flagcore.contracts.plugin import Costs
+from flagcore.domain.engine import EngineSupport
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start
 from flagcore.domain.model import Model
@@ -80,6 +81,10 @@ class Plans:
 
     labels: Labels = Labels()
     """The names that reports show for model components and measured step parts."""
+    most_candidates: int = 2_000_000
+    """The most candidates that `Engine.predict` answers within 20 s and 1 GiB."""
+    trains_depths: bool = True
+    """Whether jobs train the depths of multi-token prediction that the files of a model have."""
 
     # Layouts in other words than the knobs of the space
 
@@ -123,6 +128,14 @@ class Plans:
     def scheduled(self, problem: P, /) -> P:
         """Return a `Problem` with what the installed engine itself says, if its spec asks. By default unchanged."""
         return problem
+
+    def shortage(self, figures: Mapping[str, float]) -> str:
+        """Return what memory that it sets aside is too small, of a candidate with these figures. By default none."""
+        return ""
+
+    def image(self, task: Task, support: EngineSupport) -> str:
+        """Return the published container image of the engine for the chips of a task. By default none."""
+        return ""
 
     def load_seconds(self, task: Task, predictions: Predictions) -> FloatArray:
         """Return the predicted seconds of the loads of each candidate's trial. By default all are unknown (NaN)."""

@@ -224,7 +224,7 @@ def with_depths(model: Model, train: Work, source: object, engine: Engine | None
         return replace(model, mtp_num_layers=given), train
     if is_shape or not own:
         return model, train
-    depths = 0 if train.adapter or (engine and not engine.trains_depths) else own
+    depths = 0 if train.adapter or (engine and not engine.plans.trains_depths) else own
     return replace(model, mtp_num_layers=depths), replace(train, untrained_depths=own - depths)
 
 

@@ -106,7 +106,7 @@ def _smallest_text(problem: Problem, rows: IntArray) -> str:
     predictions = problem.predictions
     capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
     row = int(rows[np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)[rows])])
-    short = problem.engine.shortage({name: float(each[row]) for name, each in predictions.figures.items()})
+    short = problem.engine.plans.shortage({name: float(each[row]) for name, each in predictions.figures.items()})
     text = _(
         "the candidate with the lowest memory use needs ~{need:.4g} of {have:.4g} GiB per device ({budget}): "
         "{candidate}",

@@ -22,7 +22,7 @@ from flagcore_training.reading import FAILURES, LogFiles, warmup_of_fewer
 from flagcore_vendorkit.metrics import NoMetrics, interquartile_range
 from flagcore_vendorkit.settings import UNKNOWN_TIME
 
-from flagcore.contracts import Commands, Costs, Engine, Platform, Published, Steps, differs_only
+from flagcore.contracts import Commands, Costs, Engine, Plans, Platform, Published, Steps, differs_only
 from flagcore.domain.engine import UNKNOWN, Unmodelled
 from flagcore.domain.knob import ANSWERS, Knob
 from flagcore.domain.launch import Launch, Start
@@ -125,13 +125,19 @@ class RlCommands(Commands):
         return importing.spec_of(self.name, start, directory, model, self.knobs)
 
 
+class RlPlans(Plans):
+    """Plans of steps, which predict training and rollout."""
+
+    most_candidates = 1 << 17
+
+
 class RlEngine(Engine):
     """A framework of reinforcement learning."""
 
     kind = "rl"
     failures = FAILURES
     knobs: tuple[Knob, ...] = KNOBS
-    most_candidates = 1 << 17
+    plans = RlPlans()
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,8 +1,10 @@
 """Serving engines as the core knows them."""
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 from flagcore_models.layers import latent_layers
 
 from flagcore.contracts import Commands, Costs, Plans, Platform, PruningRule, Published
-from flagcore.domain.engine import Unmodelled
+from flagcore.domain.engine import EngineSupport, Unmodelled
 from flagcore.domain.launch import Launch, Start
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
@@ -88,6 +90,30 @@ class ServingPlans(Plans):
         fix = _("install {package}, or use estimate", package=f"flagcore-{self.engine.name}-schedule")
         text = _("needs a distribution that asks {engine} itself", engine=self.engine.name)
         raise SpecError(key="auto_tuner.control.fidelity", value="schedule", problem=text, fix=fix)
+
+    def shortage(self, figures: Mapping[str, float]) -> str:
+        cache, least = figures["kv_cache_bytes"], figures["kv_cache_least_bytes"]
+        if cache >= least:
+            return ""
+        if figures["kv_cache_tokens"] < 1:
+            return _("no memory is left for its cache")
+        text = N_(
+            "its cache of ~{have:.4g} GiB is too small for a request of the longest context, which needs ~{need:.4g}: "
+            "give the cache more memory, or shorten the context to ~{tokens:,.0f} tokens"
+        )
+        return _(text, have=cache / 2**30, need=least / 2**30, tokens=figures["kv_cache_tokens"])
+
+    def image(self, task: Task, support: EngineSupport) -> str:
+        """Return the published image of the engine for the chip: the vendor's, or else the engine's own.
+
+        Only the tag of the engine's image follows the release in the spec.
+        """
+        version, chip = task.spec.work.engine_version or "", task.cluster.groups[0].chip
+        for key, image in support.container.images.items() if support.container else ():
+            if fnmatchcase(f"{self.engine.name} {chip.name}", key if " " in key else f"{key} *"):
+                return image
+        image = self.engine.program.published.get(chip.vendor.casefold(), "")
+        return re.sub(r":v\d+(\.\d+)+", f":v{version}", image) if version.count(".") >= 2 else image
 
     def load_seconds(self, task: Task, predictions: Predictions) -> FloatArray:
         """Return the predicted seconds of all loads and repeats of each candidate, or NaN for `ServeSpec.highest`.
@@ -369,18 +395,6 @@ class ServingEngine(EngineProfile):
 
     def answers(self, task: Task, change: str, folder: str, baseline: str) -> Answers | None:
         return compared(task, change, folder, baseline)
-
-    def shortage(self, figures: Mapping[str, float]) -> str:
-        cache, least = figures["kv_cache_bytes"], figures["kv_cache_least_bytes"]
-        if cache >= least:
-            return ""
-        if figures["kv_cache_tokens"] < 1:
-            return _("no memory is left for its cache")
-        text = N_(
-            "its cache of ~{have:.4g} GiB is too small for a request of the longest context, which needs ~{need:.4g}: "
-            "give the cache more memory, or shorten the context to ~{tokens:,.0f} tokens"
-        )
-        return _(text, have=cache / 2**30, need=least / 2**30, tokens=figures["kv_cache_tokens"])
 
     def learned(self, task: Task, trials: Sequence[Trial]) -> Task:
         return with_measured_acceptance(task, trials, self.program.schemes_of(task.spec))

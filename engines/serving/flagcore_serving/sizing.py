@@ -379,7 +379,7 @@ def sizing(
         slo=serve.get("slo") or {},
         assumed=_assumed(opened.spec.work),
         name=job_name(run.name if run else file.stem),
-        has_image=bool(opened.problem.engine.image(opened.problem.platform)),
+        has_image=bool(opened.problem.engine.plans.image(opened.problem.task, opened.problem.platform.support)),
         changes=without_baseline(loaded),
     )
 

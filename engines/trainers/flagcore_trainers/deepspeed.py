@@ -63,7 +63,7 @@ AUTOTP, ULYSSES = "tensor_model_parallel_size", "context_parallel_size"
 """Sizes of AutoTP, and of Ulysses' sequence parallelism, which the script has to support."""
 LEAST_STAGE = {OVERLAP: 1, BUCKET: 1, **dict.fromkeys((HPZ, *QUANTIZED), 3)}
 """The lowest stage of ZeRO that does not ignore a setting."""
-PROGRAM: Mapping[str, Any] = package_yaml(__package__, "deepspeed.yaml")
+PROGRAM: Mapping[str, Any] = package_yaml(__package__, "deepspeed.yaml")["program"]
 NAMES = {"AUTOTP": AUTOTP, "HPZ": HPZ, "OFFLOAD": OFFLOAD, "ULYSSES": ULYSSES, "ZERO": ZERO}
 rule = RuleTable(__package__, NAMES)
 
@@ -96,7 +96,6 @@ class DeepSpeed(Trainer):
     """Training with a script that calls `deepspeed.initialize`."""
 
     plans = DeepSpeedPlans()
-    trains_depths = False
     commands = DeepSpeedCommands()
     distribution = "deepspeed"
     modules: Mapping[str, str] = {"deepspeed": "deepspeed"}

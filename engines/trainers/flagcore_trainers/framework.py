@@ -18,7 +18,7 @@ from flagcore.spec.plain_data import package_yaml
 from flagcore_trainers import fully_shard as fs
 from flagcore_trainers.fully_shard.memory import LOSS_BYTES
 
-DS_CONFIG: Mapping[str, Any] = package_yaml(__package__, "ds_config.yaml")
+DS_CONFIG: Mapping[str, Any] = package_yaml(__package__, "deepspeed.yaml")["configuration"]
 """The configuration of DeepSpeed for commands that name none in a file here."""
 
 

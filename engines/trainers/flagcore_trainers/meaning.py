@@ -229,6 +229,8 @@ def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...
 class WholeModel(Plans):
     """The parts of the model, which do not depend on how a program divides it."""
 
+    trains_depths = False
+
     def model(self, task: Task) -> tuple[ModelPart, ...]:
         train, model = task.spec.train, task.spec.model
         sequence, batch = train.seq_length, train.global_batch_size

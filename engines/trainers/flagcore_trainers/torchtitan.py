@@ -98,7 +98,6 @@ class TitanCommands(Commands):
 class TorchTitan(Trainer):
     """Training with torchtitan, whose replicas share weights with FSDP2."""
 
-    trains_depths = False
     commands = TitanCommands()
     distribution = "torchtitan"
     modules: Mapping[str, str] = {"torchtitan": "torchtitan"}

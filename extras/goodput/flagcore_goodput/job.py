@@ -13,9 +13,10 @@ from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import package_yaml, spec_error
 from flagcore.spec.validate import Context, Section, checked, rule
 
-PUBLISHED: Mapping[str, Mapping[str, Any]] = package_yaml(__package__, "failures.yaml")
+TABLES: Mapping[str, Mapping[str, Mapping[str, Any]]] = package_yaml(__package__, "tables.yaml")
+PUBLISHED = TABLES["failures"]
 """Published failure rates by name."""
-FORMATS: Mapping[str, Mapping[str, Any]] = package_yaml(__package__, "formats.yaml")
+FORMATS = TABLES["formats"]
 """The checkpoints of engines, and the ways to save them."""
 DAY = 86_400.0
 Way = Literal["sync", "parallel", "async", "memory"]

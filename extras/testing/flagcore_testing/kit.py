@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from flagcore_vendorkit.detection import DeviceDetector
 from flagcore_vendorkit.engines import Maturity, Quirks, Variable, read_maturity, read_quirks, read_variables
+from flagcore_vendorkit.fields import documents
 
 from flagcore.contracts import KernelCosts
 from flagcore.domain.chip import Chip
@@ -221,13 +222,12 @@ class Subject:
         return Counter(word for text in [*texts, self.packaged.readme] for word in re.findall(words, text))
 
     def yaml_files(self, pattern: str) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the content of each YAML file of the plugin's package that matches `pattern`."""
+        """Yield the name and the content of each document of the YAML files of the plugin's package that match."""
         for path in sorted(self.package_folder.glob(pattern)):
-            try:
-                content = parse_yaml(path.read_text("utf-8"), file=path.name)
-            except (SpecError, UnicodeDecodeError):
-                continue  # another check reports it
-            yield path.relative_to(self.package_folder).as_posix(), content
+            name = path.relative_to(self.package_folder).as_posix()
+            with suppress(SpecError, UnicodeDecodeError):  # another check reports it
+                for each, text in documents(path.read_text("utf-8"), name):
+                    yield each, parse_yaml(text, file=path.name)
 
     def is_reported(self, reason: str) -> bool:
         """Return whether a check has already reported an invalid file, and record the report."""

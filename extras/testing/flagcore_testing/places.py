@@ -26,24 +26,29 @@ def place_of(message: str, folders: Sequence[Path]) -> str:
     words = [quoted or plain for quoted, plain in _WORD.findall(message)]
     words += [part for word in words for part in reversed(re.split(r"[.\[\]]+", word)) if len(part) > 1]
     for path in files:
-        if number := _line_of(words, path.read_text("utf-8", "replace").splitlines()):
+        if number := _line_of(words, path.read_text("utf-8", "replace").splitlines(), chips.get(path, 1)):
             return f"{_shown(path, folders)}:{number}"
     first = next(iter([*named, *chips, *_files_of_hook(message, package)]), None)
-    return f"{_shown(first, folders)}:1" if first else ""
+    return f"{_shown(first, folders)}:{chips.get(first, 1)}" if first else ""
 
 
-def _line_of(words: Sequence[str], lines: Sequence[str]) -> int:
-    """Return the number of the first line with the first word that is in a line, or 0."""
+def _line_of(words: Sequence[str], lines: Sequence[str], start: int) -> int:
+    """Return the number of the first line from `start` with the first word that is in a line, or 0."""
     patterns = (re.compile(rf"(?<!\w){re.escape(word)}(?!\w)") for word in words)
-    found = (at for pattern in patterns for at, line in enumerate(lines, 1) if pattern.search(line))
+    found = (at for pattern in patterns for at, line in enumerate(lines[start - 1 :], start) if pattern.search(line))
     return next(found, 0)
 
 
-def _files_of_chips(message: str, package: Path) -> list[Path]:
-    """Return the files of the chips that a message names, in its order."""
+def _files_of_chips(message: str, package: Path) -> dict[Path, int]:
+    """Return the files of the chips that a message names, in its order, and the first line of the first such chip."""
     names = [word.casefold().rstrip(".:") for word in re.findall(r"[\w.+-]+", message)]
-    chips = [path for path in package.glob("chips/*.yaml") if path.stem in names]
-    return sorted(chips, key=lambda path: names.index(path.stem))
+    found = dict[str, tuple[Path, int]]()
+    for path in package.glob("chips/*.yaml"):
+        for at, line in enumerate(path.read_text("utf-8", "replace").splitlines(), 1):
+            if line.startswith("chip:"):
+                found[line[5:].partition("#")[0].strip("\"' ").casefold().replace(" ", "-")] = path, at
+    places = [found[name] for name in names if name in found]
+    return dict([*places, *reversed(places)])  # of several chips in a file, the line of the first one
 
 
 def _files_of_hook(message: str, package: Path) -> list[Path]:

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 from flagcore_testing.checks import CHECKS, module, telemetry
-from flagcore_testing.checks.chips import architectures_are_alike, links_of_one_name_agree
+from flagcore_testing.checks.chips import (
+    architectures_are_alike,
+    chip_files_match_chip_names,
+    figures_are_plausible,
+    links_of_one_name_agree,
+)
 from flagcore_testing.checks.costs import corrections_are_of_measured_kernels
 from flagcore_testing.checks.engines import entries_apply_somewhere
 from flagcore_testing.checks.packaging import project_is_built_and_named as is_named
@@ -139,6 +144,18 @@ def test_corrections_are_of_kernels_that_were_measured(tmp_path: Path, acme: Pat
         result = run(corrections_are_of_measured_kernels, plugin)
     assert result.state == "failed"
     assert "host_us has gem" in result.message
+
+
+def test_a_problem_of_a_chip_is_in_its_document_of_the_file_of_a_series(tmp_path: Path, acme: Path) -> None:
+    size = "memory_bytes: {value: 80, source: {kind: estimated, method: guess}}"
+    second = f"---\nchip: A1-Lite\nvendor: acme\n{size}\n"
+    folder = broken(tmp_path, acme, Fault("", CHIP, "", second, ""))
+    lines = (folder / CHIP).read_text().splitlines()
+    with imported(folder) as plugin:
+        assert run(chip_files_match_chip_names, plugin).state == "passed"
+        result = run(figures_are_plausible, plugin)
+    assert "A1-Lite: memory_bytes = 80" in result.message
+    assert f"{CHIP}:{lines.index(size) + 1}" in result.places
 
 
 def test_links_of_one_name_agree(tmp_path: Path, acme: Path) -> None:

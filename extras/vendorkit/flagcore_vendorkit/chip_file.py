@@ -1,10 +1,11 @@
 """Reads the chip files of a plugin, with the chips' measured kernels and collectives.
 
-`chips/*.yaml` has one file per chip, in which each figure has its source. A figure is `{value: NUMBER, source: {kind:
-KIND, ...}}` in bytes, bytes per second or flops per second. Each kind of source requires one key: `how` if it is
-measured, `document` for a datasheet, `where` if it is published, `method` if it is estimated. Other keys (page,
-software, date, repeats, confidence) are added to the text of the source. A key whose value another chip of the plugin
-has, with the same source, is `KEY: {same_as: CHIP}`.
+`chips/*.yaml` has one file per chip, or the chips of a series as the documents of one file, which has the start of
+their names. Each figure has its source. A figure is `{value: NUMBER, source: {kind: KIND, ...}}` in bytes, bytes per
+second or flops per second. Each kind of source requires one key: `how` if it is measured, `document` for a datasheet,
+`where` if it is published, `method` if it is estimated. Other keys (page, software, date, repeats, confidence) are
+added to the text of the source. A key whose value another chip of the plugin has, with the same source, is
+`KEY: {same_as: CHIP}`.
 
 The folder `costs/<chip>/`, where `<chip>` is the chip's name in lower case, contains:
 
@@ -34,7 +35,7 @@ from flagcore.errors import SpecError
 from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.physics.collective_curves import Curve as CollectiveCurve
 from flagcore.physics.roofline import Curve, Roofline
-from flagcore_vendorkit.fields import Content, build, read_file, read_yaml
+from flagcore_vendorkit.fields import Content, build, documents, read_file, read_yaml
 from flagcore_vendorkit.kernel_table import RUN_SLOWDOWN, SIZES, Kernel, KernelSheet, with_measured
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
@@ -46,13 +47,14 @@ KEYS = {"chip": "name", **{each.name: each.name for each in fields(Chip) if each
 def load_chips(package: str) -> tuple[Chip, ...]:
     """Return the chips in every `chips/*.yaml` of `package`, by file name. Raises SpecError for an invalid file."""
     entries = sorted(files(package).joinpath("chips").iterdir(), key=lambda entry: entry.name)
-    contents = {
-        file: read_yaml(entry.read_text("utf-8"), file)
+    contents = [
+        (file, read_yaml(text, file))
         for entry in entries
-        if (file := f"{package}/chips/{entry.name}").endswith(".yaml")
-    }
-    by_name = {content.get("chip"): content for content in contents.values()}
-    return tuple(_chip(_own(content, file, by_name), file) for file, content in contents.items())
+        if entry.name.endswith(".yaml")
+        for file, text in documents(entry.read_text("utf-8"), f"{package}/chips/{entry.name}")
+    ]
+    by_name = {content.get("chip"): content for _, content in contents}
+    return tuple(_chip(_own(content, file, by_name), file) for file, content in contents)
 
 
 def read_chip(text: str, file: str) -> Chip:

@@ -49,6 +49,18 @@ def read_yaml(text: str, file: str) -> Content:
     return content
 
 
+def documents(text: str, file: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each YAML document of a file of chips: after the first one, the name has the chip.
+
+    A text begins with as many empty lines as are before it, so that errors name the lines of the file.
+    """
+    lines = 0
+    for part in text.split("\n---\n"):
+        chip = re.search(r"(?m)^chip: *(.*)", part)
+        yield f"{file} ({chip[1]})" if lines and chip else file, "\n" * lines + part
+        lines += part.count("\n") + 2
+
+
 def read_file(package: str, name: str) -> Content | None:
     """Return the content of a file of `package`, or None if there is no file. Raises SpecError like `read_yaml`."""
     path = files(package).joinpath(name)

@@ -138,6 +138,17 @@ def test_a_chip_has_the_value_and_the_source_of_another(tmp_path: Path, monkeypa
     assert second.memory_bandwidth_bytes_per_second is None
 
 
+def test_a_file_of_a_series_has_a_document_for_each_chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    series = "---\nchip: X2-Lite\nvendor: acme\nmemory_bytes: {same_as: X1}\n"
+    first, second, third = chips_of(tmp_path, monkeypatch, series)
+    assert ([second.name, third.name], third.memory_bytes) == (["X2", "X2-Lite"], first.memory_bytes)
+    (tmp_path / "chips_of_acme" / "chips" / "x2.yaml").write_text(f"chip: X2\nvendor: acme\n{series}chip: X3\n")
+    load_chips.cache_clear()
+    with pytest.raises(SpecError) as caught:
+        load_chips("chips_of_acme")
+    assert (caught.value.file, caught.value.key) == ("chips_of_acme/chips/x2.yaml (X2-Lite)", "line 7, column 1")
+
+
 @pytest.mark.parametrize("name", ["X9", "X2"])
 def test_a_value_of_no_chip_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     with refuses("memory_bytes.same_as"):

@@ -196,8 +196,9 @@ def _job(
     platform = platform if exporter is None or exporter is engine else without_local_devices(platform)
     platform = _elsewhere(platform, exporter, engine)
     servers_of, copies = snapshot.problem.engine, int(options.get("replicas", 1))
+    image = servers_of.plans.image(platform.task, platform.support)
     make = partial(ExportJob, name=name, comments=_comments(snapshot, candidate), platform=platform)
-    make = partial(make, candidate=candidate, options=options, image=servers_of.image(platform))
+    make = partial(make, candidate=candidate, options=options, image=image)
     per_server = exporter is not None and exporter.per_server
     servers = servers_of.servers(platform, candidate, name) if per_server else (candidate, 1)
     if (restarts := options.get("restarts")) and not snapshot.task.spec.work.has_steps:

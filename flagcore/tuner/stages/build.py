@@ -48,7 +48,7 @@ def bounds(platform: Platform, axes: Sequence[Axis], known_s: float | None, *, p
     task, own = platform.task, platform.engine.bounds
     effects = [effect for knob in task.knobs for effect in knob.effects.values()]
     if own is None or any((each.time, each.memory) != (Factor(), Factor()) for each in effects):
-        names, most = tuple(axis.knob for axis in axes), platform.engine.most_candidates
+        names, most = tuple(axis.knob for axis in axes), platform.engine.plans.most_candidates
         none = partial(same_for_all, False)
         return (Rule(name="too_many", knobs=names, message="", broken=none, least_rows=most, most_rows=most),)
     if rules := own.rules(task.for_engine(), axes, platform.costs):

@@ -1,12 +1,10 @@
 """How the servers of an engine are started: as a trial, or as the servers of the best configuration."""
 
-import re
 import sys
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
@@ -229,19 +227,6 @@ class EngineProfile(Engine):
         """Return the router in front of `count` instances, or None if it needs none. Raises UsageError."""
         values, is_aware = candidate.as_dict(), platform.task.spec.serve.prefix_aware
         return self.router(platform.task, values) if values.get(PREFILL_DECODE) or (count > 1 and is_aware) else None
-
-    def image(self, platform: Platform) -> str:
-        """Return the published image of the engine for the chip: the vendor's, or else the engine's own.
-
-        Only the tag of the engine's image follows the release in the spec.
-        """
-        container, version = platform.support.container, platform.task.spec.work.engine_version or ""
-        chip = platform.task.cluster.groups[0].chip
-        for key, image in container.images.items() if container else ():
-            if fnmatchcase(f"{self.name} {chip.name}", key if " " in key else f"{key} *"):
-                return image
-        image = self.program.published.get(chip.vendor.casefold(), "")
-        return re.sub(r":v\d+(\.\d+)+", f":v{version}", image) if version.count(".") >= 2 else image
 
     def export(self, job: ExportJob, target: str) -> Mapping[str, str]:
         """Return the files of an export to docker compose, by name. Raises UsageError."""

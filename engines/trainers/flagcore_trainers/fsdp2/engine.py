@@ -232,8 +232,6 @@ class Fsdp2(Engine):
     The real job is only that of a framework's command.
     """
 
-    trains_depths = False
-
     name = "fsdp2"
     kind = "train"
     knobs: tuple[Knob, ...] = KNOBS

@@ -64,13 +64,17 @@ def chip_names_are_own(plugin: Subject, chip: Chip) -> Problems:
 
 @check("return load_chips(package) there, as VendorPlugin does")
 def chip_files_match_chip_names(plugin: Subject) -> Problems:
-    files = {name: content for name, content in plugin.yaml_files("chips/*.yaml") if isinstance(content, dict)}
-    names = {chip.name for chip in plugin.chips}
-    for name, content in need(files, "the plugin has no chips/*.yaml").items():
-        chip = str(content.get("chip"))
-        file = f"{chip.casefold().replace(' ', '-')}.yaml"
-        is_named = name == f"chips/{file}"
-        yield not is_named, f"{name}: chip is {chip}", f"name the file {file}"
+    files = [(name, content) for name, content in plugin.yaml_files("chips/*.yaml") if isinstance(content, dict)]
+    names, sizes = {chip.name for chip in plugin.chips}, Counter(name.partition(" ")[0] for name, _ in files)
+    for name, content in need(files, "the plugin has no chips/*.yaml"):
+        chip, path = str(content.get("chip")), name.partition(" ")[0]
+        file = f"chips/{chip.casefold().replace(' ', '-')}.yaml"
+        is_named = path == file or (sizes[path] > 1 and file.startswith(path.removesuffix(".yaml")))
+        yield (
+            not is_named,
+            f"{name}: chip is {chip}",
+            f"name the file {file[6:]}, or a series by the start of its names",
+        )
         yield is_named and names and chip not in names, f"{name}: flagcore_chips does not return {chip}"
 
 

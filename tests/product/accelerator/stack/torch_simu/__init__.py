@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torch_simu import runtime
-from torch_simu.extension import extension
+from torch_simu.runtime import extension
 
 __version__ = "1.0"
 

@@ -19,8 +19,6 @@
 #include <mutex>
 #include <unordered_set>
 
-#include "memory.h"
-
 namespace simu {
 
 namespace {

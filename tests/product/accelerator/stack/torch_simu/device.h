@@ -39,4 +39,17 @@ const at::Generator& default_generator(int64_t index);
 // Returns a CPU tensor on the memory of `tensor`, which may also be a tensor on the CPU.
 at::Tensor on_host(const at::Tensor& tensor);
 
+// While it exists, this thread's allocations on the CPU are memory of a device.
+class HostAllocations {
+ public:
+  explicit HostAllocations(int64_t index);
+  ~HostAllocations();
+
+ private:
+  int64_t before_;
+};
+
+bool is_device_memory(const c10::DataPtr& data);
+at::Generator host_generator(const at::Generator& generator);
+
 }  // namespace simu

@@ -7,7 +7,7 @@
 
 #include <cstring>
 
-#include "memory.h"
+#include "device.h"
 
 namespace simu {
 

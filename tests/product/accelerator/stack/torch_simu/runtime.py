@@ -1,19 +1,33 @@
 """The module `torch.simu`: devices, memory, streams and random numbers, as in torch.cuda.
 
+Its C++ part is in the folder in the variable SIMU_BUILD.
+
 The driver's folder, in the variable SIMU_DRIVER, has a file `devices.json` with the `count` of devices on the machine,
 their `name` and `memory_bytes`. SIMU_VISIBLE_DEVICES restricts the devices to a list of their numbers. Kernels end
 before their calls return, so `synchronize` and waiting for streams and events do nothing.
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import torch
 
-from torch_simu.extension import extension
+
+def _load() -> ModuleType:
+    path = os.path.join(os.environ["SIMU_BUILD"], "torch_simu_c.so")
+    spec = importlib.util.spec_from_file_location("torch_simu_c", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+extension = _load()
 
 
 def _read_driver():
