@@ -22,6 +22,7 @@ from flagcore_sglang.space import (
     PROGRAM,
     SPANNING,
     chunk_sizes,
+    own_page,
     page_sizes,
 )
 
@@ -115,7 +116,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
     """Return merges that ignore knobs without effect, and that treat SGLang's defaults as not set."""
     defaults: dict[str, KnobValue] = {POLICY: "fcfs"}
     has_backend = BACKEND in task.spec.space or BACKEND in PROGRAM.parse(task.spec).fixed
-    has_default_page = not has_backend and not latent_layers(task.spec.model)
+    has_default_page = bool(own_page(task)) or not (has_backend or latent_layers(task.spec.model))
 
     def is_default_page(c: Columns) -> BoolArray:
         c = {BACKEND: np.zeros_like(c[PAGE]), **c}

@@ -284,12 +284,20 @@ def _is_aiter(task: Task, columns: Columns) -> BoolArray:
     return np.asarray((given == PROGRAM.code(BACKEND, "aiter")) | ((given == 0) & is_default))
 
 
+def own_page(task: Task) -> int:
+    """Return the tokens of a page if a model allows no other: 256 with compressed attention, 64 with sparse latent
+    attention (0.5.12 `arg_groups/deepseek_v4_hook.py`, 0.5.23 `arg_groups/model_overrides`). Otherwise 0."""
+    return 256 if _is_compressed(task) else 64 * _is_sparse(task)
+
+
 def page_sizes(task: Task, columns: Columns) -> IntArray:
-    """Return the tokens of a page: 64 in place of sizes that `trtllm_mha` does not have.
+    """Return the tokens of a page: `own_page`, or 64 in place of sizes that `trtllm_mha` does not have.
 
     On the compute capability 10, it is the default backend without latent attention and drafts (0.5.12
     `server_args.py`, 0.5.23 `arg_groups/model_override_base.py` and `overrides.py`).
     """
+    if own := own_page(task):
+        return np.full_like(columns[PAGE], own)
     page, given = or_default(columns[PAGE], 1), columns[BACKEND]
     is_new = task.cluster.groups[0].chip.architecture.startswith("sm_10") and not latent_layers(task.spec.model)
     is_default = (given == 0) & (columns[SPECULATION] == 0) & is_new
@@ -354,13 +362,16 @@ def element_bytes(task: Task, columns: Columns) -> FloatArray:
         return np.where(default | (element == 1.0), COMPRESSED_BYTES, element)
     capability = re.fullmatch(r"sm_(\d+)\d[a-z]?", task.cluster.groups[0].chip.architecture)
     is_new = capability is not None and int(capability[1]) >= 10
-    is_sparse = any(isinstance(each, LatentAttention) and each.indexer for each in attention_counts(task.spec.model))
-    is_narrow = (is_new and is_sparse) or has_fp8_cache(task.spec.model, ("modelopt",))
+    is_narrow = (is_new and _is_sparse(task)) or has_fp8_cache(task.spec.model, ("modelopt",))
     return np.where(default, 1.0, element) if is_narrow else element
 
 
 def _is_compressed(task: Task) -> bool:
     return any(isinstance(each, CompressedAttention) for each in mixer_counts(task.spec.model))
+
+
+def _is_sparse(task: Task) -> bool:
+    return any(isinstance(each, LatentAttention) and each.indexer for each in attention_counts(task.spec.model))
 
 
 def settings(task: Task, columns: Columns) -> Settings:

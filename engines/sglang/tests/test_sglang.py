@@ -219,6 +219,14 @@ def test_a_page_has_a_size_that_the_attention_backend_supports(
     assert values or merged(ENGINE, task, page_size=page) == merged(ENGINE, task)
 
 
+@pytest.mark.parametrize("page", [None, 1, 32])
+def test_sparse_latent_attention_has_pages_of_64_tokens(page: int | None) -> None:
+    values = {"page_size": page} if page else {}
+    task = cards(model=SPARSE)
+    assert settings(task, **values).block_size.item() == 64
+    assert merged(ENGINE, task, **values) == merged(ENGINE, task)
+
+
 def test_a_vision_tower_lowers_the_share_of_memory_unless_it_is_left_out() -> None:
     model = replace(DENSE, vision=replace(VISION, num_layers=32, hidden_size=1280))
     share, text = (

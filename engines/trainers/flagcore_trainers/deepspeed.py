@@ -331,9 +331,11 @@ class DeepSpeed(Trainer):
 
         has_no_plan = bool(model.experts) and start.value_at(content, "tensor_parallel.partition_config") is None
 
-        def uneven(columns: Columns) -> BoolArray:  # 0.19.8 `sequence_parallel/ulysses_sp.py`
+        is_script = kept_framework(task.spec) is None  # whose DistributedAttention may divide KV heads unevenly
+
+        def uneven(columns: Columns) -> BoolArray:  # 0.19.8 `sequence_parallel/ulysses_sp.py`, of transformers' Trainer
             size = np.maximum(columns.get(ULYSSES, 1), 1)
-            return np.asarray((groups % size != 0) & (size % groups != 0))
+            return np.asarray((groups % size != 0) & (size % groups != 0) & (not is_script))
 
         return (
             *super().rules(task),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_models.layers import layers_of, parameters
+from flagcore_trainers import deepspeed
 from flagcore_trainers.deepspeed import (
     AUTOTP,
     BUCKET,
@@ -214,12 +215,17 @@ def test_autotp_of_a_mixture_of_experts_needs_a_plan() -> None:
         assert rules["autotp_experts"]({AUTOTP: np.array([1, 2])}).tolist() == [False, experts is not None]
 
 
-@pytest.mark.parametrize(("size", "is_legal"), [(2, True), (4, False), (10, True), (20, True)])
-def test_ulysses_divides_kv_heads_or_copies_them(size: int, is_legal: bool) -> None:
+@pytest.mark.parametrize("is_framework", [True, False])
+def test_ulysses_of_frameworks_divides_kv_heads_or_copies_them(
+    monkeypatch: pytest.MonkeyPatch, is_framework: bool
+) -> None:
+    monkeypatch.setattr(deepspeed, "kept_framework", lambda _: "trl" if is_framework else None)
+    monkeypatch.setattr(type(DEEPSPEED), "content", lambda *_: {})
     job = task(engine="deepspeed", command=("x",))
     job = replace(job, spec=replace(job.spec, model=replace(job.spec.model, num_query_groups=10)))
     rules = {rule.name: rule.broken for rule in DEEPSPEED.rules(job)}
-    assert rules["ulysses_groups"]({ULYSSES: np.array([size])}).tolist() == [not is_legal]
+    broken = rules["ulysses_groups"]({ULYSSES: np.array([2, 4, 10, 20])})
+    assert broken.tolist() == [False, is_framework, False, False]
 
 
 def test_groups_of_a_layer_are_written_and_need_less_memory(tmp_path: Path) -> None:

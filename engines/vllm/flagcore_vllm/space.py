@@ -12,7 +12,8 @@ from contextlib import suppress
 
 import numpy as np
 from flagcore_importers.programs import release, strip_dashes
-from flagcore_models.layers import latent_layers, state_bytes
+from flagcore_models.layers import attention_counts, latent_layers, state_bytes
+from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_models.quantized import has_fp8_cache
 from flagcore_serving.job import EngineArg
 from flagcore_serving.space import adapters, knobs
@@ -53,7 +54,9 @@ flight. 0.28 has this runner only for some models (`config/vllm.py`: max_concurr
 SYNCHRONOUS_SECONDS = 956e-6
 """The host's seconds per iteration with synchronous scheduling, fitted to releases from 0.12 on (`engine.yaml`)."""
 NEED_DRAFT_MODEL = ("eagle", "eagle3", "draft_model")
-CPU_BLOCK, GPU_BLOCK, MLA_CPU_BLOCK = 128, 16, 16
+CPU_BLOCK, GPU_BLOCK, MLA_CPU_BLOCK, INDEX_BLOCK = 128, 16, 16, 64
+"""Default tokens of a block. The last one is that of sparse latent attention but on AMD's chips (0.33
+`v1/attention/backends/mla/indexer.py`)."""
 
 MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE, MORE_GRAPHS_ON = 1024, (0, 18), "sm_10"
 """The largest captured batch in tokens on chips of the compute capability 10 (0.32 and 0.33: `config/vllm.py`), and the
@@ -266,7 +269,9 @@ def block_tokens(task: Task, columns: Columns) -> IntArray:
     """Return the tokens of a block of the cache. On CPU cores, blocks are not aligned to states."""
     if Hardware.of(task).on_cores:
         return or_default(columns[BLOCK], MLA_CPU_BLOCK if latent_layers(task.spec.model) else CPU_BLOCK)
-    block = or_default(columns[BLOCK], GPU_BLOCK)
+    is_amd = task.cluster.groups[0].chip.architecture.startswith("gfx")
+    has_index = any(isinstance(each, LatentAttention) and each.indexer for each in attention_counts(task.spec.model))
+    block = or_default(columns[BLOCK], INDEX_BLOCK if has_index and not is_amd else GPU_BLOCK)
     tensor = columns[TP].clip(1).astype(np.float64)
     return cache.aligned_block(task.spec.model, tensor, _element_bytes(task, columns), block)
 

@@ -97,6 +97,18 @@ def test_batches_and_graphs_follow_the_chip(chip: str, version: str, tokens: int
     assert merged(ENGINE, task, max_num_batched_tokens=tokens, max_num_seqs=seqs) == merged(ENGINE, task)
 
 
+@pytest.mark.parametrize(("chip", "block"), [("sm_90", 64), ("gfx942", 16)])
+def test_sparse_latent_attention_has_blocks_of_64_tokens(chip: str, block: int) -> None:
+    found = find_public("deepseek-ai/DeepSeek-V3.2")
+    assert found
+    task = cards(model=model_of_config(found[0], name="a", file="config.json"))
+    group = task.cluster.groups[0]
+    group = replace(group, chip=replace(group.chip, architecture=chip))
+    task = replace(task, cluster=replace(task.cluster, groups=(group,)))
+    assert settings(task).block_size.item() == block
+    assert settings(cards()).block_size.item() == 16
+
+
 # What vLLM 0.32's start-up code (`get_kv_cache_configs`, `get_kv_cache_capacity`) says of a cache of GiB per device.
 STARTS = """
 Qwen/Qwen3-8B                            tp1  4     32768  8192 on  auto refused
