@@ -382,7 +382,10 @@ def settings(task: Task, columns: Columns) -> Settings:
     values, other_args = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
     hardware = Hardware.of(task)
     chunk = chunk_sizes(task, values)
-    tokens = np.where(chunk > 0, np.maximum(chunk // values[DP], 1), PROGRAM.values(values, PREFILL))
+    # `PrefillAdder` (managers/schedule_policy.py) starts a further prompt only if some of the limit is left after it.
+    prefill, prompt = PROGRAM.values(values, PREFILL), np.mean([load.input_len for load in task.spec.serve.loads])
+    whole = (np.maximum(np.ceil(prefill / prompt) - 1.0, 1.0) * prompt).astype(np.int64)
+    tokens = np.where(chunk > 0, np.minimum(np.maximum(chunk // values[DP], 1), whole), prefill)
     ranks = values[TP] * values[PP] * values[DP]
     devices = hardware.share(values[INSTANCES]) if hardware.on_cores else ranks
     element = element_bytes(task, values)

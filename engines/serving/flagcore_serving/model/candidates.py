@@ -387,6 +387,8 @@ def _lanes(
         "drafted": drafted,
         "gain": gain,
         "ahead": settings.ahead[rows],
+        "event": np.where(context.kinds.role[rows] == 0, context.overheads.event, 0.0),
+        "context": np.full(rows.size, load.means[0] + 0.5 * load.means[1]),
     }, [tiers for _, tiers in retained]
 
 

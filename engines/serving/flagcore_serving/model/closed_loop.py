@@ -69,6 +69,10 @@ class ClosedLoop:
         ranks, context = self.ranks * self.stages, self.prompt + 0.5 * self.output
         return self.costs.cached * decoding / np.minimum(ranks, np.maximum(decoding, 1.0)) * context
 
+    def handling(self, decoding: FloatArray) -> FloatArray:
+        """Return the seconds in which the host handles a token of each of `decoding` sequences, beside the device."""
+        return np.where(np.asarray(self.role) == 0, self.overheads.event * decoding, 0.0)
+
     def device(self, decoding: FloatArray) -> FloatArray:
         """Return the seconds of the device in which each of `decoding` sequences gets a token."""
         costs, rows = self.costs, decoding / (self.ranks * self.stages)
@@ -160,7 +164,7 @@ def _iterations(
     is_eager = (tokens / loop.ranks > costs.captured) | (not overheads.mixes)
     mixed = np.maximum(mixed, np.where(is_eager, costs.floor, costs.mixed_floor))
     host, mixed_host = (costs.fixed + costs.sequence * each / loop.ranks for each in (decoding, mixed_in))
-    return plain + host, mixed + mixed_host, prompt_tokens
+    return np.maximum(plain + host, loop.handling(decoding)), mixed + mixed_host, prompt_tokens
 
 
 PARTS = ("queue_s", "prefill_s", "decode_s", "shared_s", "collectives_s", "host_s")
@@ -180,6 +184,7 @@ def parts(loop: ClosedLoop, decoding: FloatArray) -> tuple[dict[str, FloatArray]
     device = loop.device(decoding)
     decode_comm = interpolate(costs.messages, per_rank) + interpolate(costs.exchanged, batch)
     decode_floor = np.where(batch / loop.ranks > costs.captured, costs.floor, costs.decode_floor)
+    decode_floor = np.maximum(decode_floor, loop.handling(decoding))
     launch_wait = np.maximum(decode_floor - device, 0.0)
     computed = np.maximum(loop.prompt * (1.0 - loop.cached), 1.0)
     piece = np.minimum(computed, np.maximum(loop.budget, 1.0))

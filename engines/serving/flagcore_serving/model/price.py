@@ -36,6 +36,7 @@ class Lane:
     - `mixes`: whether iterations combine prompts and decoding.
     - `drafted`, `gain`: tokens that speculation drafts per sequence, and tokens that a sequence gets, in an iteration
       that only decodes.
+    - `event`: as in `Overheads`; 0 for a kind of instance. `context`: the mean tokens of a sequence that decodes.
     - `ahead`: batches that the scheduler plans ahead while the one before is computed (asynchronous scheduling).
     """
 
@@ -60,6 +61,8 @@ class Lane:
     drafted: float = 0.0
     gain: float = 1.0
     ahead: float = 0.0
+    event: float = 0.0
+    context: float = 0.0
 
 
 class Price:
@@ -122,6 +125,7 @@ class Price:
             if self._drafted:
                 seconds += self._drafting(sequences)
             seconds = (seconds + (self._fixed + self._sequence * sequences / self.lane.ranks)) / self.lane.gain
+            seconds = max(seconds, sequences * (self.lane.event - self.cached(sequences) * self.lane.context))
             self._decode[sequences] = seconds
         return seconds
 

@@ -65,6 +65,8 @@ class Overheads:
     - `sequence`: time of the host per iteration and running sequence (sampling, streaming, bookkeeping).
     - `request`: time that a request takes to reach the scheduler.
     - `entry`: time that the front end takes to accept one request. Requests are accepted one after the other.
+    - `event`: time in which scheduler and front end handle a token of a sequence, beside the device. An iteration that
+      only decodes takes at least as long for each running sequence.
     - `prompt_token`: time per prompt token in the one thread that tokenizes.
     - `receive`: number of iterations between two polls for new requests.
 
@@ -142,6 +144,7 @@ class Overheads:
     attention: float
     ffn: float
     entry: float = 0.0
+    event: float = 0.0
     prompt_token: float = 0.0
     receive: int = 1
     latent: float = 0.0

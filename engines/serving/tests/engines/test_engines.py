@@ -430,6 +430,7 @@ def test_a_failure_that_is_not_the_candidates_has_its_fix(line: str, fix: str) -
         ("sglang", {"memory": 16 * GIB}, {TP: 1}, {"max_batched_tokens": 2048, "memory_fraction": 0.772}),
         ("sglang", {"memory": 80 * GIB}, {TP: 1}, {"max_batched_tokens": 8192, "memory_fraction": 0.836}),
         ("sglang", {"memory": 80 * GIB}, {TP: 4}, {"max_batched_tokens": 8192, "memory_fraction": 0.825}),
+        ("sglang", {}, {"max_prefill_tokens": 2500}, {"max_batched_tokens": 2432}),  # 19 prompts of 128 tokens
         ("sglang", {}, {"mem_fraction_static": "0.7"}, {"memory_fraction": 0.7}),
         ("sglang", {"engine_args": {"mem_fraction_static": 0.6}}, {}, {"memory_fraction": 0.6}),
         (

@@ -36,6 +36,7 @@ LOAD = Load(input_len=1024, output_len=128, concurrency=32, num_prompts=64)
 
 
 GIB = float(1 << 30)
+RECIPES = {RECEIVE: 30, "max-prefill-tokens": 32768}
 
 
 def task(
@@ -370,8 +371,8 @@ def test_published_servers_without_a_release_have_a_release_of_their_date() -> N
 @pytest.mark.parametrize(
     ("lengths", "count", "flags", "ratio"),
     [
-        ((1024, 1024), None, {RECEIVE: 30}, STEADY_RATIO),
-        ((1024, 1024), 320, {RECEIVE: 30}, STEADY_RATIO),
+        ((1024, 1024), None, RECIPES, STEADY_RATIO),
+        ((1024, 1024), 320, RECIPES, STEADY_RATIO),
         ((1024, 1024), 64, {}, 1.0),
         ((1000, 1000), 64, {}, 0.0),
         ((1000, 1000), None, {}, 1.0),

@@ -29,6 +29,12 @@ def price_of(lane: Lane = LANE, **over: Any) -> Price:
     return Price(times(), 0, lane, replace(OVER, **over))
 
 
+def test_a_host_that_handles_tokens_slower_than_the_device_determines_an_iteration() -> None:
+    plain, slow = price_of(), price_of(replace(LANE, event=1.0, context=100.0))
+    assert slow.decode(8) + 8 * 100 * slow.cached(8) == pytest.approx(8.0)
+    assert price_of(replace(LANE, event=1e-9)).decode(8) == plain.decode(8)
+
+
 def token_by_token(
     price: Price, lengths: list[tuple[int, int]], arrivals: list[float] | None, concurrency: int
 ) -> list[tuple[float, float]]:
