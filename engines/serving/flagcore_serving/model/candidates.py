@@ -370,6 +370,7 @@ def _lanes(
     return {
         "budget": np.where(settings.chunked[rows], budget, np.inf),
         "running": np.minimum(running, flight),
+        "group": np.where(context.overheads.own_groups & (stages > 1.0), np.maximum(running // stages, 1.0), np.inf),
         "cache_tokens": np.where(is_unlimited, UNLIMITED_TOKENS, tokens),
         "block": np.where(is_unlimited, 1.0, block),
         "fixed": np.where(is_unlimited, 0.0, fixed),

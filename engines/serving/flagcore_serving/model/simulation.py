@@ -123,11 +123,12 @@ class Simulation:
         self.lag, self.gain = self.lane.ahead, self.lane.gain  # in iterations; tokens of one
         self.made = 0.0  # parts of a token
         self.now = self.known = self.held = self.stalled = self.used = self.freed = 0.0
-        self.tokenized = self.link = self.encoded = self.idle_s = 0.0
+        self.tokenized = self.link = self.encoded = self.idle_s = self.promised = 0.0
+        self.longest = max((request.output for request in self.requests), default=0)
         self.joined: dict[float, int] = {}  # sequences that joined while others waited for prompts, and since when
         self.ready_s = -1.0  # unknown
         self.group_arrival, self.calls = -1.0, deque[float]()  # the ends of the calls in flight
-        self.step = self.running = self.offset = self.finish = self.promised = self.tickets = self.next = 0
+        self.step = self.running = self.offset = self.finish = self.tickets = self.next = 0
         self.sent, self.turn, self.others, self.grown = len(times), 0, 0, 0
         self.steady, self.growth, self.marks, self.periods = 0, 0.0, list[float](), list[float]()
         self.free, self.groups, self.members = list[float](), list[_Group](), list[int]()
@@ -259,7 +260,7 @@ class Simulation:
 
         Requests whose cache is in other tiers first load it, one after the other, while the next ones are admitted
         (vLLM 0.33 `v1/core/sched/scheduler.py`: WAITING_FOR_REMOTE_KVS)."""
-        lane = self.lane
+        lane, computed = self.lane, ended
         ended += len(self.ending)
         while self.queue:
             taken = self.running + self.others + len(self.partial) + len(self.loading) + ended
@@ -267,15 +268,19 @@ class Simulation:
                 self.price.needed = taken + 1.0
             if taken >= lane.running:
                 return False
-            place = self._admissible() if lane.adapters or self.free else 0
+            place = self._admissible(computed) if lane.adapters or self.free else 0
             if place is None:
                 return False
             request = self.queue[place]
             cached = self._cached_tokens(request)
             required_tokens = cached + lane.admits
             if self.overheads.reserve:
-                future = request.output - request.made + self.promised + self.finish - self.running * self.step
-                future += sum([group.finish - group.running * group.step for group in self.groups])
+                future = self._reserved(request) + self.promised + self.finish - self.running * self.step
+                if self.longest > self.overheads.reserved:
+                    running = [end - self.step for end, ticket, each in self.heap if each.ticket == ticket]
+                    future += sum([min(self.overheads.reserved - left, 0.0) for left in running])
+                if not self.overheads.own_groups:
+                    future += sum([group.finish - group.running * group.step for group in self.groups])
                 required_tokens += self.overheads.reserve * future
             filled = self.used + self.held + required_tokens
             if filled > self.price.filled:
@@ -286,7 +291,7 @@ class Simulation:
             del self.queue[place]
             if lane.adapters:
                 self._use_adapter(request)
-            self.promised += request.output - request.made
+            self.promised += self._reserved(request)
             hit = max(request.hit, self._found(request)) if request.kept else request.hit
             self.used += cached
             request.done = min(self.prefix + hit, request.prompt + request.made - 1.0)
@@ -297,6 +302,10 @@ class Simulation:
             request.load = 0.0
             self.loading.append(request)
         return False
+
+    def _reserved(self, request: Request) -> float:
+        """Return the tokens of a request's answer that the cache must have free before it is admitted, if it must."""
+        return min(request.output - request.made, self.overheads.reserved)
 
     def _found(self, request: Request) -> float:
         """Return the tokens of a preempted sequence whose blocks are still in the cache: no other sequence has taken
@@ -309,10 +318,14 @@ class Simulation:
         request.kept = 0.0
         return found
 
-    def _admissible(self) -> int | None:
+    def _admissible(self, computed: int) -> int | None:
         """Return the place in the queue of the first request whose adapter is in use or finds a slot, or None (vLLM
         0.33 `v1/core/sched/scheduler.py`; SGLang 0.5.23 `managers/scheduler.py`: can_schedule_lora_req). With pipeline
-        stages, it must have no token in flight."""
+        stages, it must have no token in flight, and its group a free slot (SGLang: get_num_allocatable_reqs).
+
+        `computed`: requests whose prompts the iteration completes."""
+        if self.running + len(self.partial) + computed >= self.lane.group:
+            return None
         is_full = self.lane.adapters and len(self.used_adapters) >= self.lane.adapters
         for place, each in enumerate(self.queue):
             is_free = not is_full or each.adapter < 0 or each.adapter in self.used_adapters
@@ -436,7 +449,7 @@ class Simulation:
         one of the request or, after a preemption, its next one."""
         if request.first < 0:
             request.first = self.now
-        self.promised -= request.output - request.made
+        self.promised -= self._reserved(request)
         request.made += 1
         if self._takes_block(request):
             self.used += self.block
@@ -597,18 +610,28 @@ class Simulation:
         return self.outcome.preemptions == before
 
     def _preempt(self) -> None:
-        """Move the sequence that started last to the front of the queue, so that it is computed again."""
+        """Move a sequence to the queue, so that it is computed again (SGLang: `managers/schedule_batch.py`,
+        _get_decode_retraction_order)."""
         self.price.filled = inf
-        request = self.order.pop()
-        while not request.ticket:
+        if self.overheads.preempted_last and self.running > 1:
+            running = [each for _, ticket, each in self.heap if each.ticket == ticket]
+            least = min([(each.made - each.since, -each.prompt, each.ticket) for each in running])
+            request = next(each for each in running if each.ticket == least[2])
+            self.order = [each for each in self.order if each is not request]
+        else:
             request = self.order.pop()
+            while not request.ticket:
+                request = self.order.pop()
         turn = self.turn
         self._switch(request.group)
         self._stop(request)
         request.loaded = self.now  # its tokens in flight are awaited before it is computed again
         if self.lane.finds and self.block > 1:
             request.kept = self.lane.cache_tokens - self.held + self.freed
-        self.queue.appendleft(request)
+        if self.overheads.preempted_last:
+            self.queue.append(request)
+        else:
+            self.queue.appendleft(request)
         self.outcome.preemptions += 1
         while self.heap and self.heap[0][2].ticket != self.heap[0][1]:
             heappop(self.heap)
