@@ -13,6 +13,8 @@ from flagcore_serving.model.work import Overheads
 
 GRID: list[float] = NODES.tolist()
 LAST = len(GRID) - 1
+UNLIMITED_TOKENS = 1e15
+"""Size of an unlimited cache in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

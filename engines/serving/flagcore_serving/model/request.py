@@ -1,5 +1,6 @@
 """The requests of a simulation, and its result."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -11,6 +12,7 @@ class Request:
     - `load`: seconds to load those of them that are not on the devices.
     - `read`, `encode`: seconds that its images take in the front end and in the vision tower.
     - `adapter`: the adapter that it uses; -1 if it needs no slot.
+    - `parts`: the parts of its prompt that other requests have, too, with their tokens, `shared` in total.
     - `first`, `end`: times of the first and the last token; -1 if there is none yet.
 
     The fields from `done` on are internal to the simulation.
@@ -26,6 +28,8 @@ class Request:
     adapter: int = -1
     first: float = -1.0
     end: float = -1.0
+    parts: Sequence[tuple[int, int]] = ()
+    shared: int = 0
     done: float = 0.0
     made: int = 0
     loaded: float = 0.0

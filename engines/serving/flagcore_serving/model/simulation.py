@@ -54,6 +54,8 @@ class Simulation:
     - `loads`: seconds to load those of them that are not on the devices.
     - `images`: the work for the images of each request.
     - `adapters`: the adapter of each request, if the slots do not hold all.
+    - `parts`: the parts of each prompt, after the prefix that all share, which others have, too: their numbers and
+      tokens. The cache has one copy for all that need it (`holders`).
 
     Sums over sequences are stored as attributes:
 
@@ -91,6 +93,7 @@ class Simulation:
         images: Sequence[ImageWork] = (),
         loads: Sequence[float] = (),
         adapters: Sequence[int] = (),
+        parts: Sequence[Sequence[tuple[int, int]]] = (),
     ) -> None:
         self.think_s = think_s
         self.price, self.lane, self.overheads, self.open = price, price.lane, price.overheads, arrivals is not None
@@ -107,6 +110,9 @@ class Simulation:
             self.requests[index].load = load
         for index, adapter in enumerate(adapters):
             self.requests[index].adapter = adapter
+        for index, each in enumerate(parts):
+            self.requests[index].parts, self.requests[index].shared = each, sum([size for _, size in each])
+        self.holders = Counter[int]()
         self.used_adapters, self.in_slots = Counter[int](), dict[int, None]()
         self.apart: list[tuple[float, float, float]] = []
         self._add_images(price, images)
@@ -251,7 +257,7 @@ class Simulation:
     def _cached_tokens(self, request: Request) -> float:
         """Return how many tokens of the cache a request occupies, including its states and the unused part of its last
         block."""
-        tokens = request.prompt + request.made - self.prefix
+        tokens = request.prompt + request.made - self.prefix - request.shared
         return tokens + self.beside if self.block == 1 else tokens + -tokens % self.block + self.lane.fixed
 
     def _admit(self, ended: int) -> bool:
@@ -273,6 +279,8 @@ class Simulation:
                 return False
             request = self.queue[place]
             cached = self._cached_tokens(request)
+            if request.parts:
+                cached += sum([size for part, size in request.parts if not self.holders[part]])
             required_tokens = cached + lane.admits
             if self.overheads.reserve:
                 future = self._reserved(request) + self.promised + self.finish - self.running * self.step
@@ -294,6 +302,8 @@ class Simulation:
             self.promised += self._reserved(request)
             hit = max(request.hit, self._found(request)) if request.kept else request.hit
             self.used += cached
+            if request.parts:
+                self.holders.update([part for part, _ in request.parts])
             request.done = min(self.prefix + hit, request.prompt + request.made - 1.0)
             if not request.load or self.overheads.loads_by_layer:
                 self.partial.append(request)
@@ -347,6 +357,9 @@ class Simulation:
     def _leave_cache(self, request: Request) -> None:
         tokens = self._cached_tokens(request)
         self.used -= tokens
+        if request.parts:
+            self.holders.subtract([part for part, _ in request.parts])
+            self.used -= sum([size for part, size in request.parts if not self.holders[part]])
         self.grown -= self._takes_block(request) and self.block
         if self.block > 1:
             computed = request.prompt + request.made - 1 - self.prefix
@@ -592,10 +605,12 @@ class Simulation:
             return
         self.block, lasting = int(self.lane.block), (*self.partial, *self.loading)
         self.phases, self.used = [0] * self.block, sum(map(self._cached_tokens, lasting))
+        sizes = dict([part for request in (*lasting, *self.order) for part in request.parts])
+        self.used += sum([size for part, size in sizes.items() if self.holders[part]])
         for request in self.order:
             if request.ticket:
                 self.phases[self._phase(request)] += 1
-                tokens = request.context + self.step - request.since - self.prefix
+                tokens = request.context + self.step - request.since - self.prefix - request.shared
                 self.used += tokens + -tokens % self.block + self.lane.fixed
 
     def _has_room(self) -> bool:

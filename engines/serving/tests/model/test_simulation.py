@@ -237,6 +237,18 @@ def test_a_part_of_long_answers_is_reserved_and_the_shortest_sequence_is_preempt
     assert (run.preemptions, int(np.argmax([each.end for each in run.requests]))) == (preempted, last)
 
 
+@pytest.mark.parametrize("block", [1.0, 16.0])
+def test_requests_that_run_at_once_share_the_parts_of_their_prompts(block: float) -> None:
+    lane, lengths, hits = replace(LANE, cache_tokens=1024.0, block=block), [(600, 40)] * 4, [0.0, *[512.0] * 3]
+    runs = [
+        Simulation(price_of(lane), lengths, [0.0, 0.1, 0.1, 0.1], 4, hits, parts=parts).run().requests
+        for parts in ((), [[(0, 512)]] * 4, [[(each, 512)] for each in range(4)])
+    ]
+    assert max(each.first for each in runs[1]) < runs[1][0].end
+    assert [each.end for each in runs[0]] == [each.end for each in runs[2]]
+    assert min(each.first for each in runs[0][1:]) > runs[0][0].end
+
+
 def test_an_engine_that_polls_rarely_delays_requests() -> None:
     lengths = [(64, 400), (64, 2)]
     often, rarely = (Simulation(price_of(receive=each), lengths, [0.0, 0.05], 2).run() for each in (1, 40))
