@@ -124,7 +124,8 @@ class Oracle:
     kind: Any
 
     def __init__(self, ask: Any) -> None:
-        self.ask, self.printed = ask, list[str]()
+        self.ask, self.printed, self.logs = ask, list[str](), logging.Handler()
+        self.logs.emit = lambda record: self.printed.append(record.getMessage())  # type: ignore[method-assign]
 
     def start(self, question: Any) -> dict[str, Any]:
         """Start an engine. Return its blocks, and the tokens and the concurrency that it prints."""
@@ -144,6 +145,7 @@ class Oracle:
         workers = [each for each in of_stages for _ in range(args.tensor_parallel_size)]
         self.kind = args.distributed_executor_backend = device(workers, question["bytes"], self.seconds)
         config = args.create_engine_config()
+        logging.getLogger("vllm").addHandler(self.logs)  # 0.33 sets up its loggers with the first config
         config.cache_config.block_size = block
         for part, values in question.get("set", {}).items():  # defaults of chips that this machine does not have
             vars(getattr(config, part)).update(values)
@@ -213,7 +215,7 @@ def watch(parent: int) -> None:
 def main() -> None:
     """Answer questions until stdin ends. The answers take the place of stdout, on which vLLM prints."""
     threading.Thread(target=watch, args=(int(sys.argv[1]),), daemon=True).start()
-    answers, logs = os.fdopen(os.dup(1), "w", encoding="utf-8"), logging.Handler()
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
     def ask(batch: object) -> Any:
@@ -221,15 +223,11 @@ def main() -> None:
         return json.loads(sys.stdin.readline())
 
     oracle = Oracle(ask)
-    logs.emit = lambda record: oracle.printed.append(record.getMessage())  # type: ignore[method-assign]
     for line in iter(sys.stdin.readline, ""):
         question, printed = json.loads(line), StringIO()
         oracle.printed.clear()
         signal.alarm(question["limit"])  # it ends this process, also while it waits in native code
         try:
-            import vllm.logger  # noqa: F401  # it configures the logger
-
-            logging.getLogger("vllm").addHandler(logs)
             with redirect_stderr(printed):
                 answer = getattr(oracle, question["do"])(question)
         except BaseException as error:

@@ -140,9 +140,8 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A vLLM whose import does not end, and starts a process of its own."""
     package = tmp_path / "vllm"
     package.mkdir()
-    (package / "__init__.py").touch()
     starts = "import subprocess, time\nsubprocess.Popen(['sleep', '321'])\nfor _ in range(321): time.sleep(1)\n"
-    (package / "logger.py").write_text(starts)
+    (package / "__init__.py").write_text(starts)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return package
 

@@ -21,7 +21,7 @@ from flagcore_serving.model.closed_loop import PARTS, ClosedLoop, LoopMeans, par
 from flagcore_serving.model.disaggregated import Prefill
 from flagcore_serving.model.iteration import IterationCosts
 from flagcore_serving.model.memory import ServingMemory
-from flagcore_serving.model.price import Lane, Price
+from flagcore_serving.model.price import UNLIMITED_TOKENS, Lane, Price
 from flagcore_serving.model.simulated_load import (
     CACHE_FIGURES,
     HIT_RATE,
@@ -49,9 +49,6 @@ MIN_SIMULATED = 64
 
 FIRST_LOAD = 8.0
 """The number of clients, or of requests per second, with which a search for the highest load starts."""
-
-UNLIMITED_TOKENS = 1e15
-"""Size of an unlimited cache in tokens."""
 
 FIGURE_NAMES = (
     *(name for name in RATES if not name.endswith("per_device")),
@@ -370,6 +367,7 @@ def _lanes(
     return {
         "budget": _budget(context)[rows] * ranks,
         "running": np.minimum(running, flight),
+        "group": np.where(context.overheads.own_groups & (stages > 1.0), np.maximum(running // stages, 1.0), np.inf),
         "cache_tokens": np.where(is_unlimited, UNLIMITED_TOKENS, tokens),
         "block": np.where(is_unlimited, 1.0, block),
         "fixed": np.where(is_unlimited, 0.0, fixed),

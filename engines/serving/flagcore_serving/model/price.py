@@ -13,6 +13,8 @@ from flagcore_serving.model.work import Overheads
 
 GRID: list[float] = NODES.tolist()
 LAST = len(GRID) - 1
+UNLIMITED_TOKENS = 1e15
+"""Size of an unlimited cache in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +22,7 @@ class Lane:
     """Limits of one lane of one candidate. A lane is one instance with its share of the load.
 
     - `budget`: maximum tokens of a batch. `running`: maximum sequences. Both are in total over all ranks.
+      `group`: those of one group, with pipeline stages.
     - `cache_tokens`: the capacity of the cache in tokens, in total over all ranks.
     - `block`: tokens of one block of the cache. `fixed`: tokens that a sequence takes beside its own, for its states.
       `admits`: tokens that must also be free for it to be admitted. `chunk`: tokens of which pieces of a prompt, but
@@ -43,6 +46,7 @@ class Lane:
     budget: float
     running: float
     cache_tokens: float
+    group: float = inf
     block: float = 16.0
     fixed: float = 0.0
     admits: float = 0.0

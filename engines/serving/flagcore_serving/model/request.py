@@ -1,5 +1,6 @@
 """The requests of a simulation, and its result."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -10,13 +11,14 @@ class Request:
     - `load`: seconds to load those of them that are not on the devices.
     - `read`, `encode`: seconds that its images take in the front end and in the vision tower.
     - `adapter`: the adapter that it uses; -1 if it needs no slot.
+    - `parts`: the parts of its prompt that other requests have, too, with their tokens, `shared` in total.
     - `first`, `end`: times of the first and the last token; -1 if there is none yet.
 
     The fields from `done` on are internal to the simulation. It is no dataclass, because its `__init__` is compiled.
     """
 
     __slots__ = (
-        *("arrival", "prompt", "output", "hit", "load", "read", "encode", "adapter", "first", "end"),
+        *("arrival", "prompt", "output", "hit", "load", "read", "encode", "adapter", "first", "end", "parts", "shared"),
         *("done", "made", "loaded", "kept", "since", "context", "ticket", "group"),
     )
 
@@ -24,7 +26,8 @@ class Request:
         self.arrival, self.prompt, self.output = arrival, prompt, output
         self.first, self.end, self.adapter = -1.0, -1.0, -1
         self.hit = self.load = self.read = self.encode = self.done = self.loaded = self.kept = 0.0
-        self.made = self.since = self.context = self.ticket = self.group = 0
+        self.made = self.since = self.context = self.ticket = self.group = self.shared = 0
+        self.parts: Sequence[tuple[int, int]] = ()
 
     @property
     def ttft_s(self) -> float:

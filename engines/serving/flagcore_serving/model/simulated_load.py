@@ -8,9 +8,11 @@ answers are never reused: the next turn contains the answer of the trace instead
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import accumulate, takewhile
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from flagcore_serving.load.images import image_tokens
 from flagcore_serving.load.traces import Traffic
 from flagcore_serving.load.traffic import in_flight, traffic
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
-from flagcore_serving.model.price import Price
+from flagcore_serving.model.price import UNLIMITED_TOKENS, Lane, Price
 from flagcore_serving.model.prompts import prefix_lanes, prompt_parts, turn_order
 from flagcore_serving.model.request_times import RequestTimes, SimulationCheck, figures_of
 from flagcore_serving.model.simulation import Simulation
@@ -219,6 +221,21 @@ class SimulatedLoad:
         is_divided = self.turn is None and self.load.trace is None and not (self.prefix_aware and self.parts)
         return is_divided and not self.equal and bool(np.ptp(self.output_len) or np.ptp(self.input_len))
 
+    def _shared_parts(self, lane: Lane, rows: Sequence[int]) -> list[list[tuple[int, int]]]:
+        """Return the numbers and the tokens of the parts of each prompt that other requests have, too, in whole blocks,
+        if the cache may be full."""
+        if not (self.parts and lane.retained) or lane.whole_prompts or lane.cache_tokens >= UNLIMITED_TOKENS:
+            return []
+        counts = Counter(name for row in rows for name, _ in self.parts[row])
+        numbers = {name: number for number, name in enumerate(counts)}
+        found = list[list[tuple[int, int]]]()
+        for row in rows:
+            shared = list(takewhile(lambda part: counts[part[0]] > 1, self.parts[row]))
+            ends = [0, *accumulate([size for _, size in shared])]
+            whole = np.diff(np.array(ends) // int(lane.page) * int(lane.page)).tolist()
+            found.append([(numbers[name], size) for (name, _), size in zip(shared, whole, strict=True)])
+        return found
+
     def _adapters(self, price: Price, rows: IntArray) -> list[int]:
         """Return the adapters of requests that need a slot, the base model as the last one if it needs one, too."""
         if self.adapters is None or not price.lane.adapters:
@@ -362,7 +379,10 @@ class SimulatedLoad:
             found, loads = (each.tolist() if each.any() else () for each in known)
             adapters = self._adapters(price, rows[:count])
             simulates = price.simulation or Simulation
-            simulation = simulates(price, lengths, arrival_times, simulated, found, think_s, images, loads, adapters)
+            parts = self._shared_parts(price.lane, rows[:count].tolist())
+            simulation = simulates(
+                price, lengths, arrival_times, simulated, found, think_s, images, loads, adapters, parts
+            )
         else:
             simulation = Disaggregated(price, prefill, lengths, arrival_times, simulated, images)
         is_whole = arrival_times is not None and count == inputs.size

@@ -54,6 +54,8 @@ class Simulation:
     - `loads`: seconds to load those of them that are not on the devices.
     - `images`: the work for the images of each request.
     - `adapters`: the adapter of each request, if the slots do not hold all.
+    - `parts`: the parts of each prompt, after the prefix that all share, which others have, too: their numbers and
+      tokens. The cache has one copy for all that need it (`holders`).
 
     Sums over sequences are stored as attributes:
 
@@ -91,6 +93,7 @@ class Simulation:
         images: Sequence[ImageWork] = (),
         loads: Sequence[float] = (),
         adapters: Sequence[int] = (),
+        parts: Sequence[Sequence[tuple[int, int]]] = (),
     ) -> None:
         self.think_s = think_s
         self.price, self.lane, self.overheads, self.open = price, price.lane, price.overheads, arrivals is not None
@@ -107,6 +110,9 @@ class Simulation:
             self.requests[index].load = load
         for index, adapter in enumerate(adapters):
             self.requests[index].adapter = adapter
+        for index, each in enumerate(parts):
+            self.requests[index].parts, self.requests[index].shared = each, sum([size for _, size in each])
+        self.holders = Counter[int]()
         self.used_adapters, self.in_slots = Counter[int](), dict[int, None]()
         self.apart: list[tuple[float, float, float]] = []
         self._add_images(price, images)
@@ -123,11 +129,12 @@ class Simulation:
         self.lag, self.gain = self.lane.ahead, self.lane.gain  # in iterations; tokens of one
         self.made = 0.0  # parts of a token
         self.now = self.known = self.held = self.stalled = self.used = self.freed = 0.0
-        self.tokenized = self.link = self.encoded = self.idle_s = 0.0
+        self.tokenized = self.link = self.encoded = self.idle_s = self.promised = 0.0
+        self.longest = max((request.output for request in self.requests), default=0)
         self.joined: dict[float, int] = {}  # sequences that joined while others waited for prompts, and since when
         self.ready_s = -1.0  # unknown
         self.group_arrival, self.calls = -1.0, deque[float]()  # the ends of the calls in flight
-        self.step = self.running = self.offset = self.finish = self.promised = self.tickets = self.next = 0
+        self.step = self.running = self.offset = self.finish = self.tickets = self.next = 0
         self.sent, self.turn, self.others, self.grown = len(times), 0, 0, 0
         self.steady, self.growth, self.marks, self.periods = 0, 0.0, list[float](), list[float]()
         self.free, self.groups, self.members = list[float](), list[_Group](), list[int]()
@@ -250,7 +257,7 @@ class Simulation:
     def _cached_tokens(self, request: Request) -> float:
         """Return how many tokens of the cache a request occupies, including its states and the unused part of its last
         block."""
-        tokens = request.prompt + request.made - self.prefix
+        tokens = request.prompt + request.made - self.prefix - request.shared
         return tokens + self.beside if self.block == 1 else tokens + -tokens % self.block + self.lane.fixed
 
     def _admit(self, ended: int) -> bool:
@@ -259,7 +266,7 @@ class Simulation:
 
         Requests whose cache is in other tiers first load it, one after the other, while the next ones are admitted
         (vLLM 0.33 `v1/core/sched/scheduler.py`: WAITING_FOR_REMOTE_KVS)."""
-        lane = self.lane
+        lane, computed = self.lane, ended
         ended += len(self.ending)
         while self.queue:
             taken = self.running + self.others + len(self.partial) + len(self.loading) + ended
@@ -267,15 +274,21 @@ class Simulation:
                 self.price.needed = taken + 1.0
             if taken >= lane.running:
                 return False
-            place = self._admissible() if lane.adapters or self.free else 0
+            place = self._admissible(computed) if lane.adapters or self.free else 0
             if place is None:
                 return False
             request = self.queue[place]
             cached = self._cached_tokens(request)
+            if request.parts:
+                cached += sum([size for part, size in request.parts if not self.holders[part]])
             required_tokens = cached + lane.admits
             if self.overheads.reserve:
-                future = request.output - request.made + self.promised + self.finish - self.running * self.step
-                future += sum([group.finish - group.running * group.step for group in self.groups])
+                future = self._reserved(request) + self.promised + self.finish - self.running * self.step
+                if self.longest > self.overheads.reserved:
+                    running = [end - self.step for end, ticket, each in self.heap if each.ticket == ticket]
+                    future += sum([min(self.overheads.reserved - left, 0.0) for left in running])
+                if not self.overheads.own_groups:
+                    future += sum([group.finish - group.running * group.step for group in self.groups])
                 required_tokens += self.overheads.reserve * future
             filled = self.used + self.held + required_tokens
             if filled > self.price.filled:
@@ -286,9 +299,11 @@ class Simulation:
             del self.queue[place]
             if lane.adapters:
                 self._use_adapter(request)
-            self.promised += request.output - request.made
+            self.promised += self._reserved(request)
             hit = max(request.hit, self._found(request)) if request.kept else request.hit
             self.used += cached
+            if request.parts:
+                self.holders.update([part for part, _ in request.parts])
             request.done = min(self.prefix + hit, request.prompt + request.made - 1.0)
             if not request.load or self.overheads.loads_by_layer:
                 self.partial.append(request)
@@ -297,6 +312,10 @@ class Simulation:
             request.load = 0.0
             self.loading.append(request)
         return False
+
+    def _reserved(self, request: Request) -> float:
+        """Return the tokens of a request's answer that the cache must have free before it is admitted, if it must."""
+        return min(request.output - request.made, self.overheads.reserved)
 
     def _found(self, request: Request) -> float:
         """Return the tokens of a preempted sequence whose blocks are still in the cache: no other sequence has taken
@@ -309,10 +328,14 @@ class Simulation:
         request.kept = 0.0
         return found
 
-    def _admissible(self) -> int | None:
+    def _admissible(self, computed: int) -> int | None:
         """Return the place in the queue of the first request whose adapter is in use or finds a slot, or None (vLLM
         0.33 `v1/core/sched/scheduler.py`; SGLang 0.5.23 `managers/scheduler.py`: can_schedule_lora_req). With pipeline
-        stages, it must have no token in flight."""
+        stages, it must have no token in flight, and its group a free slot (SGLang: get_num_allocatable_reqs).
+
+        `computed`: requests whose prompts the iteration completes."""
+        if self.running + len(self.partial) + computed >= self.lane.group:
+            return None
         is_full = self.lane.adapters and len(self.used_adapters) >= self.lane.adapters
         for place, each in enumerate(self.queue):
             is_free = not is_full or each.adapter < 0 or each.adapter in self.used_adapters
@@ -334,6 +357,9 @@ class Simulation:
     def _leave_cache(self, request: Request) -> None:
         tokens = self._cached_tokens(request)
         self.used -= tokens
+        if request.parts:
+            self.holders.subtract([part for part, _ in request.parts])
+            self.used -= sum([size for part, size in request.parts if not self.holders[part]])
         self.grown -= self._takes_block(request) and self.block
         if self.block > 1:
             computed = request.prompt + request.made - 1 - self.prefix
@@ -436,7 +462,7 @@ class Simulation:
         one of the request or, after a preemption, its next one."""
         if request.first < 0:
             request.first = self.now
-        self.promised -= request.output - request.made
+        self.promised -= self._reserved(request)
         request.made += 1
         if self._takes_block(request):
             self.used += self.block
@@ -579,10 +605,12 @@ class Simulation:
             return
         self.block, lasting = int(self.lane.block), (*self.partial, *self.loading)
         self.phases, self.used = [0] * self.block, sum(map(self._cached_tokens, lasting))
+        sizes = dict([part for request in (*lasting, *self.order) for part in request.parts])
+        self.used += sum([size for part, size in sizes.items() if self.holders[part]])
         for request in self.order:
             if request.ticket:
                 self.phases[self._phase(request)] += 1
-                tokens = request.context + self.step - request.since - self.prefix
+                tokens = request.context + self.step - request.since - self.prefix - request.shared
                 self.used += tokens + -tokens % self.block + self.lane.fixed
 
     def _has_room(self) -> bool:
@@ -597,18 +625,28 @@ class Simulation:
         return self.outcome.preemptions == before
 
     def _preempt(self) -> None:
-        """Move the sequence that started last to the front of the queue, so that it is computed again."""
+        """Move a sequence to the queue, so that it is computed again (SGLang: `managers/schedule_batch.py`,
+        _get_decode_retraction_order)."""
         self.price.filled = inf
-        request = self.order.pop()
-        while not request.ticket:
+        if self.overheads.preempted_last and self.running > 1:
+            running = [each for _, ticket, each in self.heap if each.ticket == ticket]
+            least = min([(each.made - each.since, -each.prompt, each.ticket) for each in running])
+            request = next(each for each in running if each.ticket == least[2])
+            self.order = [each for each in self.order if each is not request]
+        else:
             request = self.order.pop()
+            while not request.ticket:
+                request = self.order.pop()
         turn = self.turn
         self._switch(request.group)
         self._stop(request)
         request.loaded = self.now  # its tokens in flight are awaited before it is computed again
         if self.lane.finds and self.block > 1:
             request.kept = self.lane.cache_tokens - self.held + self.freed
-        self.queue.appendleft(request)
+        if self.overheads.preempted_last:
+            self.queue.append(request)
+        else:
+            self.queue.appendleft(request)
         self.outcome.preemptions += 1
         while self.heap and self.heap[0][2].ticket != self.heap[0][1]:
             heappop(self.heap)

@@ -117,6 +117,7 @@ class Overheads:
     - `whole_unless_latent`: whether models without latent attention compute whole prompts, in iterations of their own
       with at least as many tokens as the context.
     - `reserve`: share of a request's answer for which the cache must have free space before the request is admitted.
+      `reserved`: the most tokens of an answer that count for it.
     - `activations_beside`: whether the engine's share of memory covers only weights and cache.
     - `whole_prompts`: whether each slot keeps its last prompt, and other tiers whole prompts. Otherwise any tokens.
     - `own_order`: whether tiers behind the devices do not refresh what the devices have (see `model/tiers.py`).
@@ -125,6 +126,10 @@ class Overheads:
     - `own_front_ends`: whether each attention rank has a front end, which accepts requests beside the others.
     - `frees_windows`: whether layers with sliding windows cache only the tokens in their windows.
     - `finds_preempted`: whether a preempted sequence finds those of its cached blocks that were not taken since then.
+    - `preempted_last`: whether the sequence of the batch with the fewest tokens is preempted, and waits behind all
+      others. Otherwise it is the one that started last, and waits before them.
+    - `own_groups`: whether each group of sequences of a pipeline has an even share of those that may run, and admits
+      requests regardless of the answers of other groups.
     - `indexes_all`: whether layers that share the indexer of another layer cache index keys, too.
 
     - `compared`: factor on both ends of an interval on a chip without measured kernels, from at least five published
@@ -178,6 +183,7 @@ class Overheads:
     mixes: bool = True
     whole_unless_latent: bool = False
     reserve: float = 0.0
+    reserved: float = math.inf
     activations_beside: bool = False
     whole_prompts: bool = False
     own_order: bool = False
@@ -185,6 +191,8 @@ class Overheads:
     own_front_ends: bool = False
     frees_windows: bool = False
     finds_preempted: bool = False
+    preempted_last: bool = False
+    own_groups: bool = False
     indexes_all: bool = False
     compared: float = 0.0
     adapts_tables: bool = False

@@ -68,6 +68,11 @@ def test_intervals_are_wider_in_open_loops_and_over_several_hosts() -> None:
     assert 1.5 < widths[0] < 1.55 < widths[1] < widths[2]
 
 
+def test_each_group_of_a_pipeline_of_sglang_has_a_share_of_the_sequences() -> None:
+    found = predicted(task(engine="sglang", engine_version="0.5.23"), pipeline=[4, 4, 4], max_running=[4, 7, 8])
+    assert figure(found)[0] == figure(found)[1] < figure(found)[2]
+
+
 def test_processes_per_cpu_count_front_ends_schedulers_and_devices() -> None:
     layouts = settings(instances=[1, 8, 1, 1], tensor=[8, 1, 1, 2], data=[1, 1, 8, 1])
     kinds = uniform_kinds(layouts.instances)

@@ -231,6 +231,30 @@ def test_an_engine_that_reserves_output_tokens_never_preempts() -> None:
     assert Simulation(price, [(200, 300)] * 8, [0.0] * 8, 8).run().preemptions == 0
 
 
+@pytest.mark.parametrize(
+    ("over", "preempted", "last"),
+    [({}, 0, 2), ({"reserved": 50.0}, 1, 2), ({"reserved": 50.0, "preempted_last": True}, 1, 1)],
+)
+def test_a_part_of_long_answers_is_reserved_and_the_shortest_sequence_is_preempted(
+    over: dict[str, Any], preempted: int, last: int
+) -> None:
+    lane, lengths = replace(LANE, cache_tokens=700.0, block=1.0), [(100, 200), (150, 200), (100, 200)]
+    run = Simulation(price_of(lane, reserve=1.0, **over), lengths, [0.0] * 3, 3).run()
+    assert (run.preemptions, int(np.argmax([each.end for each in run.requests]))) == (preempted, last)
+
+
+@pytest.mark.parametrize("block", [1.0, 16.0])
+def test_requests_that_run_at_once_share_the_parts_of_their_prompts(block: float) -> None:
+    lane, lengths, hits = replace(LANE, cache_tokens=1024.0, block=block), [(600, 40)] * 4, [0.0, *[512.0] * 3]
+    runs = [
+        Simulation(price_of(lane), lengths, [0.0, 0.1, 0.1, 0.1], 4, hits, parts=parts).run().requests
+        for parts in ((), [[(0, 512)]] * 4, [[(each, 512)] for each in range(4)])
+    ]
+    assert max(each.first for each in runs[1]) < runs[1][0].end
+    assert [each.end for each in runs[0]] == [each.end for each in runs[2]]
+    assert min(each.first for each in runs[0][1:]) > runs[0][0].end
+
+
 def test_an_engine_that_polls_rarely_delays_requests() -> None:
     lengths = [(64, 400), (64, 2)]
     often, rarely = (Simulation(price_of(receive=each), lengths, [0.0, 0.05], 2).run() for each in (1, 40))
@@ -277,7 +301,8 @@ def call_by_call(
             computed[place] > 0 and (made[place] < lengths[place][1] or last[place] > now) for place in range(count)
         )
         for place in (place for place in ready if turn[place] < 0):
-            if left <= 0 or (not computed[place] and busy >= lane.running):
+            is_full = busy >= lane.running or len(decodes) + len(prompts) >= lane.group
+            if left <= 0 or (not computed[place] and is_full):
                 break
             busy += not computed[place]
             piece = min(left, lengths[place][0] - computed[place])
@@ -313,7 +338,7 @@ def test_uneven_groups_take_turns_in_a_pipeline(seed: int, stages: float, ahead:
     lane = replace(
         LANE, budget=draw.choice([256.0, 2048.0]), running=draw.choice([4.0, 64.0]), stages=stages, ahead=ahead
     )
-    lane = replace(lane, drafted=2.0, gain=3.0) if seed > 1 else lane
+    lane = replace(lane, drafted=2.0, gain=3.0) if seed > 1 else replace(lane, group=2.0 + 60.0 * seed)
     lengths = [(draw.randint(1, 900), draw.randint(1, 80)) for _ in range(30)]
     arrivals = None if seed % 2 else sorted(draw.uniform(0.0, 1.0) for _ in lengths)
     price = price_of(lane, request=0.0, entry=0.0)
