@@ -3,7 +3,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 from flagcore_metax import hooks, smi
@@ -16,8 +15,7 @@ from flagcore_vendorkit.rows import adapter_share, devices_per_adapter, islands,
 
 from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
-from flagcore.plugins import LoadedPlugins
-from tests.checks import given
+from tests.checks import collective_seconds, collectives, given
 
 
 class TestMetax(PluginConformance):
@@ -116,18 +114,12 @@ def test_a_c550_node_is_flat() -> None:
 def test_published_all_reduce_times_are_predicted(
     name: str, nodes: int, ranks: int, payload: int, measured: float, within: float
 ) -> None:
-    costs = LoadedPlugins.of({"metax": plugin}).collective_costs(
-        NodeGroup(chip=chip(name), nodes=nodes, devices_per_node=8), "megatron"
-    )
-    (found,) = given(costs).seconds("all_reduce", np.array([float(payload)]), np.array([ranks]), np.array([1]))
+    found = collective_seconds(collectives(plugin, name, nodes), "all_reduce", payload, ranks)
     assert found == pytest.approx(measured, rel=within)
 
 
 def test_a_pair_across_the_islands_of_a_c500_is_slower_than_a_pair_inside() -> None:
-    costs = LoadedPlugins.of({"metax": plugin}).collective_costs(
-        NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=8), "megatron"
-    )
-    inside, across = given(costs).seconds("all_gather", np.full(2, 1e9), np.full(2, 2), np.array([1, 4]))
+    inside, across = (collective_seconds(collectives(plugin, "C500"), "all_gather", 1e9, 2, each) for each in (1, 4))
     assert across > 1.5 * inside
 
 
