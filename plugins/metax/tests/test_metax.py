@@ -1,5 +1,4 @@
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,13 +38,10 @@ GPU3    NODE    NODE    MX      X
 """
 
 
-def test_islands_come_from_this_machine_if_its_tool_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "matrix").write_text(PAIRS)
-    (tmp_path / "mx-smi").write_text(f"#!/bin/sh\nexec cat {tmp_path}/matrix\n")
-    (tmp_path / "mx-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    four = plugin.flagcore_topology(NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=4))
-    eight = plugin.flagcore_topology(NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=8))
+def test_islands_come_from_this_machine_if_its_tool_works() -> None:
+    groups = (NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=devices) for devices in (4, 8))
+    with fakes.machine({"mx-smi": fakes.prints(PAIRS)}):
+        four, eight = map(plugin.flagcore_topology, groups)
     assert [level.devices for level in given(four).levels] == [2, 4]
     assert [level.devices for level in given(eight).levels] == [4, 8]  # another node than this one
 
