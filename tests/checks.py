@@ -1,5 +1,5 @@
 """Assertions that many tests share: refused keys, counts of a run that add up, and trials that were stored once.
-Secrets that tests plant in inputs, and where other users can read them."""
+Times of collectives. Secrets that tests plant in inputs, and where other users can read them."""
 
 import json
 import stat
@@ -9,9 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
+from flagcore.contracts import CollectiveCosts
+from flagcore.domain.cluster import NodeGroup
 from flagcore.errors import SpecError
+from flagcore.plugins import LoadedPlugins
 
 Value = TypeVar("Value")
 
@@ -28,6 +32,18 @@ def given(value: Value | None) -> Value:
     """Return a value that must not be None."""
     assert value is not None
     return value
+
+
+def collectives(plugin: object, chip: str, nodes: int = 1, devices_per_node: int = 8) -> CollectiveCosts:
+    """Return what a vendor's plugin says of collectives between nodes of a chip."""
+    loaded = LoadedPlugins.of({"vendor": plugin})
+    group = NodeGroup(chip=given(loaded.find_chip(chip)), nodes=nodes, devices_per_node=devices_per_node)
+    return given(loaded.collective_costs(group, "megatron"))
+
+
+def collective_seconds(costs: CollectiveCosts, kind: str, payload: float, ranks: int, stride: int = 1) -> float:
+    """Return the time of a collective of `payload` bytes among `ranks` devices, each `stride` after the one before."""
+    return float(costs.seconds(kind, np.array([float(payload)]), np.array([ranks]), np.array([stride]))[0])
 
 
 def books_balance(result: Any) -> bool:

@@ -12,15 +12,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from docs.site import cli_page, docstrings, engine_tables, spec_tables, vendor_pages  # noqa: E402
+from docs.site import cli_page, docstrings, tables, vendor_pages  # noqa: E402
 from tools import releases  # noqa: E402
 
 RENDERERS: Mapping[str, Callable[[str], str]] = {
     "flag": cli_page.render,
     "common": cli_page.render,
-    "knobs": engine_tables.render,
-    "rules": engine_tables.render_rules,
-    "keys": spec_tables.render,
+    "knobs": tables.render_knobs,
+    "rules": tables.render_rules,
+    "keys": tables.render_keys,
     "python": docstrings.render_result,
     "record": docstrings.render_record,
     "hook": docstrings.render_hook,

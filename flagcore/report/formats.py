@@ -17,7 +17,7 @@ from flagcore.domain.prediction import Belief, Prediction
 from flagcore.domain.records import belief_record, prediction_record
 from flagcore.i18n import _, left, pieces, right, wrapped
 from flagcore.i18n import columns as columns_of
-from flagcore.spec.plain_data import dump_yaml, package_yaml
+from flagcore.spec.plain_data import dump_yaml, lookup, package_yaml
 
 BETWEEN = "  "
 """The separator between two columns of a table."""
@@ -151,14 +151,6 @@ def size_text(size: float | None) -> str:
 def hardware_text(devices: int, chips: str) -> str:
     """Return the number of devices and their chip. Several node groups include their own numbers."""
     return chips if " + " in chips else f"{devices} x {chips}"
-
-
-def lookup(record: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a dotted key, or None if a part of the key is missing."""
-    value: Any = record
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def as_yaml(data: object) -> str:

@@ -338,6 +338,14 @@ def commented_yaml(spec: ImportedSpec) -> str:
     return "\n".join([*_comments(notes_by_key.get("", []), 0), *_lines(spec.data, "", notes_by_key)]) + "\n"
 
 
+def lookup(record: Mapping[str, Any], key: str) -> Any:
+    """Return the value at a dotted key, or None if a part of the key is missing."""
+    value: Any = record
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
 def _has_key(data: Any, path: str) -> bool:
     for part in path.split("."):
         if not isinstance(data, Mapping) or part not in data:

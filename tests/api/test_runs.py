@@ -17,7 +17,7 @@ from flagcore import api
 from flagcore.contracts import Event
 from flagcore.errors import RunError, UsageError
 from flagcore.plugins.entry_points import PAGES, names
-from flagcore.report.formats import lookup
+from flagcore.spec.plain_data import lookup
 from flagcore.tuner.planner import STOPPED
 from flagcore.tuner.store import OptunaStore
 from tests.cli.conftest import TRAIN, Project

@@ -116,8 +116,8 @@ def size_command(
     """
     from flagcore.api.runs import SPEC  # `flag --help` imports little
     from flagcore.domain.metrics import flat_statistics
-    from flagcore.report.formats import lookup
     from flagcore.report.text import heading
+    from flagcore.spec.plain_data import lookup
     from flagcore_serving.sizing import manifest, sizing
 
     if total_rate == "auto" or total_rate != total_rate:  # NaN is in each range

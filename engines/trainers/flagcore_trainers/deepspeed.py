@@ -32,7 +32,7 @@ from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, Int
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
 from flagcore.i18n import _
-from flagcore.spec.plain_data import Notes, package_yaml
+from flagcore.spec.plain_data import Notes, lookup, package_yaml
 from flagcore_trainers import framework, start
 from flagcore_trainers.fully_shard import AC
 from flagcore_trainers.fully_shard.memory import LOSS_BYTES
@@ -178,7 +178,7 @@ class DeepSpeed(Trainer):
         if spec.train.command is None or kept_framework(spec):
             return start.Command(words=(), directory=".")
         command = super().command(spec)
-        stage = start.value_at(command.content, STAGE_KEY)
+        stage = lookup(command.content, STAGE_KEY)
         if stage not in (None, "auto", 0, 1, 2, 3):
             fix = f"correct {command.config}"
             raise SpecError(key=STAGE_KEY, value=stage, problem=_("is not a stage of ZeRO from 0 to 3"), fix=fix)
@@ -201,7 +201,7 @@ class DeepSpeed(Trainer):
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return the values of the configuration. Without `overlap_comm`, only ZeRO 3 overlaps, as in DeepSpeed."""
         space = dict(super().usual_space(task))
-        set_value = start.value_at(self.command(task.spec).content, f"zero_optimization.{OVERLAP}")
+        set_value = lookup(self.command(task.spec).content, f"zero_optimization.{OVERLAP}")
         if set_value is None and space.get(ZERO) == (3,) and OVERLAP in space:
             space[OVERLAP] = (True,)
         return space
@@ -248,7 +248,7 @@ class DeepSpeed(Trainer):
         group = np.where(is_zero_3, np.minimum(count / ranks, sizes[GROUP]), count / np.where(zero > 0, ranks, 1.0))
         step = np.where(is_on_host, 0.0, (u * (zero > 0) + 4.0 * (u == 2.0)) * group)
         host = np.where(is_on_host & (zero > 1), (u if u == 4.0 else 2.0) * count / ranks, 0.0)
-        if start.value_at(content, f"zero_optimization.{PARAMETERS}.device") in ("cpu", "nvme"):
+        if lookup(content, f"zero_optimization.{PARAMETERS}.device") in ("cpu", "nvme"):
             host = host + np.where(is_zero_3, u * weights / ranks, 0.0)
         between = main + np.where(is_zero_3, bucket + u * small, -gradients)
         logits = layout.tokens(task.spec.train.seq_length) * model.vocab_size * (1.0 - 1.0 / numbers[AUTOTP])
@@ -308,7 +308,7 @@ class DeepSpeed(Trainer):
 
     def task_warnings(self, task: Task) -> Sequence[str]:
         lines = [*super().task_warnings(task), *_one_by_one(task), *framework.loss_warnings(task)]
-        device = start.value_at(self.content(task.spec), "zero_optimization.offload_optimizer.device")
+        device = lookup(self.content(task.spec), "zero_optimization.offload_optimizer.device")
         if device in ("cpu", "nvme") or "cpu" in task.spec.space.get(OFFLOAD, ()):
             text = _(
                 "with the optimizer on the host, memory on the device is uncertain: it may be 2.3 times the prediction,"
@@ -323,8 +323,8 @@ class DeepSpeed(Trainer):
             return np.asarray((numbers[ZERO] == 0) & (numbers[OFFLOAD] == 1))
 
         content = self.content(task.spec)
-        is_muon = str(start.value_at(content, "optimizer.type")).lower() == "muon"
-        scatters = is_muon and start.value_at(content, SCATTERS) is not False
+        is_muon = str(lookup(content, "optimizer.type")).lower() == "muon"
+        scatters = is_muon and lookup(content, SCATTERS) is not False
         devices, model, length = task.cluster.devices, task.spec.model, task.spec.train.seq_length
         heads = (each.num_heads for each in attention_counts(model))
         shared, groups = math.gcd(length, model.num_attention_heads, *heads), model.num_query_groups
@@ -408,7 +408,7 @@ def _sizes_of_zero(spec: Spec, content: Mapping[str, Any]) -> dict[str, float]:
     """
     hidden, found = spec.model.hidden_size, dict(SIZES_OF_ZERO)
     for name in found:
-        value = start.value_at(content, f"zero_optimization.{name}")
+        value = lookup(content, f"zero_optimization.{name}")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             found[name] = float(value)
         elif value == "auto" and _is_filled_in(spec, content):

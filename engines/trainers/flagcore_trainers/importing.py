@@ -19,7 +19,7 @@ from flagcore.domain.engine import UNKNOWN, Unmodelled
 from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, join_errors
-from flagcore.spec.plain_data import Notes, package_yaml
+from flagcore.spec.plain_data import Notes, lookup, package_yaml
 from flagcore_trainers import start as files
 from flagcore_trainers.fully_shard import AC, CP, PP, TP
 from flagcore_trainers.start import CONFIG_FILE, option, read_toml
@@ -124,7 +124,7 @@ def _batch(
             text = f"{total}: with one device on a host, as the command has no number; multiply it by the number"
         notes.note("train.global_batch_size", text, "train.global_batch_size")
         return total, None
-    if is_known and total % (micro * devices) and not any(files.value_at(content, key) for key in GROUPS):
+    if is_known and total % (micro * devices) and not any(lookup(content, key) for key in GROUPS):
         text = f"{total} is no multiple of the micro-batch {micro} x {devices} devices: the baseline is another"
         notes.note("train_batch_size", text, "train.global_batch_size")
     return total, total / (accumulated * devices) if is_known else None
@@ -148,7 +148,7 @@ def _note_unpredicted(words: Sequence[str], content: Mapping[str, Any], director
 
     Returns whether the script stores the inputs of layers only.
     """
-    device = files.value_at(content, "zero_optimization.offload_optimizer.device")
+    device = lookup(content, "zero_optimization.offload_optimizer.device")
     if device not in (None, "none", "cpu"):
         text = f"{device} is not tuned: the baseline has none instead"
         notes.note("zero_optimization.offload_optimizer.device", text, "train")

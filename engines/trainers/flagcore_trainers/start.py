@@ -13,7 +13,7 @@ from flagcore_training.real_job import with_config
 
 from flagcore.domain.space import KnobValue
 from flagcore.errors import SpecError
-from flagcore.spec.plain_data import package_yaml, read_text
+from flagcore.spec.plain_data import lookup, package_yaml, read_text
 from flagcore_trainers.program import KnobRow
 
 PASSED: Mapping[str, Sequence[str]] = package_yaml(__package__, "importing.yaml")["passed"]
@@ -36,15 +36,7 @@ class Command:
         """Return the value of a knob that the command or the configuration file sets, or None if neither does."""
         if row.flag and (found := flag_value(self.words, row.flag)) is not None:
             return found
-        return value_at(self.content, row.key) if row.key else None
-
-
-def value_at(content: Mapping[str, Any], key: str) -> Any:
-    """Return the value under a key, whose dots separate names of sections. None if it is missing."""
-    value: Any = content
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
+        return lookup(self.content, row.key) if row.key else None
 
 
 def argv_of(

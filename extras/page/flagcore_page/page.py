@@ -11,10 +11,11 @@ from flagcore.domain.metrics import load_text
 from flagcore.domain.trial import ESTIMATE
 from flagcore.i18n import N_, _, ngettext
 from flagcore.report.blocks import Cell, Facts, Text, table
-from flagcore.report.formats import NAMES, lookup, shown, size_text
+from flagcore.report.formats import NAMES, shown, size_text
 from flagcore.report.run import RunData
 from flagcore.report.summary import answer, details, ending
 from flagcore.report.text import duration_text, limits_text
+from flagcore.spec.plain_data import lookup
 from flagcore_page.blocks import Block, Code, Collapsed, Page, Section, render
 from flagcore_page.resources import improvements, measured_points, memory, pipeline, serving, step_time
 from flagcore_page.search import accuracy, funnel, progress, trials

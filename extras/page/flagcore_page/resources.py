@@ -13,7 +13,7 @@ from flagcore.domain.trial import Trial
 from flagcore.i18n import N_, _
 from flagcore.report.blocks import Table, Text, cell, percent, table
 from flagcore.report.explanation import by_component, memory_parts
-from flagcore.report.formats import NAMES, lookup, shown, size_text
+from flagcore.report.formats import NAMES, shown, size_text
 from flagcore.report.result import number
 from flagcore.report.run import Record, RunData, measured_s
 from flagcore.report.text import (
@@ -28,6 +28,7 @@ from flagcore.report.text import (
     values_text,
     word_of,
 )
+from flagcore.spec.plain_data import lookup
 from flagcore_page.blocks import (
     OTHER,
     Bar,

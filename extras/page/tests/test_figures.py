@@ -15,7 +15,8 @@ from flagcore_page.page import MOST_LISTED
 from extras.page.tests.conftest import FINISHED, KINDS, SERVED, Runs
 from flagcore import api
 from flagcore.domain.plan import Counts, Speedup
-from flagcore.report.formats import lookup, shown, size_text
+from flagcore.report.formats import shown, size_text
+from flagcore.spec.plain_data import lookup
 from tests.page_reading import Read, read
 
 Edited = Callable[..., Read]

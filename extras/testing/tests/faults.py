@@ -142,6 +142,7 @@ CHIPS = (
     Fault("chip_names_are_clean", CHIP, '["ACME A1"]', '["ACME A1", "A1  OAM"]', "A1  OAM"),
     Fault("chip_names_are_clean", CHIP, "vendor: acme", "vendor: Acme", "vendor is Acme", also=("*",)),
     Fault("chip_files_match_chip_names", "flagcore_acme/chips/b2.yaml", "", "chip: A2\nvendor: acme\n", "b2.yaml: chip is A2", also=("readme_names_all_chips", "maturity_matches_the_files",)),
+    Fault("chip_files_match_chip_names", "flagcore_acme/chips/b.yaml", "", "chip: B2\nvendor: acme\n", "b.yaml: chip is B2", also=("readme_names_all_chips", "maturity_matches_the_files",)),
     Fault("chip_files_match_chip_names", CHIP, "", "---\nchip: B2\nvendor: acme\n", "a1.yaml (B2): chip is B2", also=("readme_names_all_chips", "maturity_matches_the_files",)),
     Fault("figures_are_plausible", CHIP, "value: 2.5e+10", "value: 25.0", "A1: nic_bytes_per_second = 25"),
     Fault("figures_are_plausible", CHIP, "  fp16:", "  fp64: {value: 8.0e+13, source: *made_up}\n  fp16:", "fp32 = 4e+13 is 0.5 times"),

@@ -17,6 +17,7 @@ from flagcore_testing.checks.engines import entries_apply_somewhere
 from flagcore_testing.checks.packaging import project_is_built_and_named as is_named
 from flagcore_testing.checks.telemetry import telemetry_is_of_the_right_field
 from flagcore_testing.kit import run
+from flagcore_testing.places import place_of
 
 from extras.testing.tests.faults import FAULTS
 from extras.testing.tests.faulty import CHIP, ENVIRONMENT, PYPROJECT, Fault, broken, edit, healthy, imported
@@ -155,7 +156,9 @@ def test_a_problem_of_a_chip_is_in_its_document_of_the_file_of_a_series(tmp_path
         assert run(chip_files_match_chip_names, plugin).state == "passed"
         result = run(figures_are_plausible, plugin)
     assert "A1-Lite: memory_bytes = 80" in result.message
-    assert f"{CHIP}:{lines.index(size) + 1}" in result.places
+    place = f"{CHIP}:{lines.index(size) + 1}"
+    assert place in result.places
+    assert place_of("A1-Lite and A1: memory_bytes", [folder / "flagcore_acme"]) == place  # that of the first
 
 
 def test_links_of_one_name_agree(tmp_path: Path, acme: Path) -> None:

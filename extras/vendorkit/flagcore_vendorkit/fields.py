@@ -56,7 +56,7 @@ def documents(text: str, file: str) -> Iterator[tuple[str, str]]:
     """
     lines = 0
     for part in text.split("\n---\n"):
-        chip = re.search(r"(?m)^chip: *(.*)", part)
+        chip = re.search(r"(?m)^chip: *[\"']?([^\"'#\n]*[^\"'#\s])", part)
         yield f"{file} ({chip[1]})" if lines and chip else file, "\n" * lines + part
         lines += part.count("\n") + 2
 

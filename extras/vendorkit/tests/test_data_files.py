@@ -124,6 +124,7 @@ def chips_of(folder: Path, monkeypatch: pytest.MonkeyPatch, second: str) -> tupl
     """Return the chips of a package with X1 and another chip, of which `second` is the last line."""
     (folder / "chips_of_acme" / "chips").mkdir(parents=True)
     (folder / "chips_of_acme" / "__init__.py").touch()
+    (folder / "chips_of_acme" / "chips" / "not-a-chip.txt").touch()
     (folder / "chips_of_acme" / "chips" / "x1.yaml").write_text(GOOD)
     (folder / "chips_of_acme" / "chips" / "x2.yaml").write_text(f"chip: X2\nvendor: acme\n{second}\n")
     monkeypatch.syspath_prepend(folder)
@@ -142,11 +143,14 @@ def test_a_file_of_a_series_has_a_document_for_each_chip(tmp_path: Path, monkeyp
     series = "---\nchip: X2-Lite\nvendor: acme\nmemory_bytes: {same_as: X1}\n"
     first, second, third = chips_of(tmp_path, monkeypatch, series)
     assert ([second.name, third.name], third.memory_bytes) == (["X2", "X2-Lite"], first.memory_bytes)
-    (tmp_path / "chips_of_acme" / "chips" / "x2.yaml").write_text(f"chip: X2\nvendor: acme\n{series}chip: X3\n")
-    load_chips.cache_clear()
-    with pytest.raises(SpecError) as caught:
-        load_chips("chips_of_acme")
-    assert (caught.value.file, caught.value.key) == ("chips_of_acme/chips/x2.yaml (X2-Lite)", "line 7, column 1")
+    first_is_wrong = f"chip: X2\nchip: X3\n{series}"
+    second_is_wrong = f"chip: X2\nvendor: acme\n{series.replace('X2-Lite', repr('X2-Lite'))}chip: X3\n"
+    for text, name, line in ((first_is_wrong, "x2.yaml", 2), (second_is_wrong, "x2.yaml (X2-Lite)", 7)):
+        (tmp_path / "chips_of_acme" / "chips" / "x2.yaml").write_text(text)
+        load_chips.cache_clear()
+        with pytest.raises(SpecError) as caught:
+            load_chips("chips_of_acme")
+        assert (caught.value.file, caught.value.key) == (f"chips_of_acme/chips/{name}", f"line {line}, column 1")
 
 
 @pytest.mark.parametrize("name", ["X9", "X2"])

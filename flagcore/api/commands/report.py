@@ -46,12 +46,13 @@ from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, NoDevice, RunError
 from flagcore.i18n import N_, _, printable
 from flagcore.plugins import page_writer
-from flagcore.report.formats import as_yaml, lookup
+from flagcore.report.formats import as_yaml
 from flagcore.report.result import Result
 from flagcore.report.run import INSIGHT, RunData, json_file
 from flagcore.report.run_text import result_text
 from flagcore.report.summary import no_best
 from flagcore.report.text import duration_text
+from flagcore.spec.plain_data import lookup
 from flagcore.tuner.budget import seconds_left, seconds_used
 from flagcore.tuner.effects import effects_of_row
 from flagcore.tuner.feasibility import dry_run

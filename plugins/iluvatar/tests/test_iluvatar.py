@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from flagcore_iluvatar import hooks, smi
 from flagcore_iluvatar.hooks import plugin
@@ -10,10 +9,9 @@ from flagcore_testing import PluginConformance
 from flagcore_testing.examples import task_on
 from flagcore_testing.package import saved_outputs
 
-from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import RefusedValues
 from flagcore.plugins import LoadedPlugins
-from tests.checks import given
+from tests.checks import collective_seconds, collectives
 
 
 class TestIluvatar(PluginConformance):
@@ -28,24 +26,17 @@ def test_a_contradictory_figure_is_left_out() -> None:
 
 
 def test_chips_without_published_collectives_use_those_of_the_same_library_and_link() -> None:
-    loaded = LoadedPlugins.of({"iluvatar": plugin})
-    payload, ranks, stride = np.full(2, 2.0**24), np.array([2, 8]), np.ones(2, dtype=np.int64)
-    times = []
-    for chip in (chip for chip in plugin.flagcore_chips() if chip.link):
-        costs = given(loaded.collective_costs(NodeGroup(chip=chip, nodes=1, devices_per_node=8), "megatron"))
-        times.append(costs.seconds("all_reduce", payload, ranks, stride).tolist())
+    costs = [collectives(plugin, chip.name) for chip in plugin.flagcore_chips() if chip.link]
+    times = [[collective_seconds(each, "all_reduce", 2**24, ranks) for ranks in (2, 8)] for each in costs]
     assert times == [times[0]] * 4
 
 
 def test_published_collectives_of_two_devices_are_predicted_and_more_devices_take_longer() -> None:
-    loaded = LoadedPlugins.of({"iluvatar": plugin})
-    (chip,) = (chip for chip in plugin.flagcore_chips() if chip.name == "BI-V150")
-    costs = given(loaded.collective_costs(NodeGroup(chip=chip, nodes=1, devices_per_node=16), "megatron"))
-    payload, ranks, stride = np.full(3, 2.0**24), np.array([2, 4, 16]), np.ones(3, dtype=np.int64)
-    two, four, sixteen = costs.seconds("all_reduce", payload, ranks, stride)
+    costs = collectives(plugin, "BI-V150", devices_per_node=16)
+    two, four, sixteen = (collective_seconds(costs, "all_reduce", 2**24, ranks) for ranks in (2, 4, 16))
     assert two == pytest.approx(2163.9e-6, rel=0.001)
     assert 1.5 * two < four < sixteen < 6 * two
-    assert costs.seconds("send", np.array([2.0**26]), ranks[:1], stride[:1])[0] == pytest.approx(3056.4e-6, rel=0.001)
+    assert collective_seconds(costs, "send", 2**26, 2) == pytest.approx(3056.4e-6, rel=0.001)
 
 
 def test_vllm_gets_the_variable_for_graphs_and_captures_decoding_only() -> None:

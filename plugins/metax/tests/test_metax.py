@@ -1,9 +1,7 @@
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 from flagcore_metax import hooks, smi
@@ -16,8 +14,7 @@ from flagcore_vendorkit.rows import adapter_share, devices_per_adapter, islands,
 
 from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
-from flagcore.plugins import LoadedPlugins
-from tests.checks import given
+from tests.checks import collective_seconds, collectives, given
 
 
 class TestMetax(PluginConformance):
@@ -41,13 +38,10 @@ GPU3    NODE    NODE    MX      X
 """
 
 
-def test_islands_come_from_this_machine_if_its_tool_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "matrix").write_text(PAIRS)
-    (tmp_path / "mx-smi").write_text(f"#!/bin/sh\nexec cat {tmp_path}/matrix\n")
-    (tmp_path / "mx-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    four = plugin.flagcore_topology(NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=4))
-    eight = plugin.flagcore_topology(NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=8))
+def test_islands_come_from_this_machine_if_its_tool_works() -> None:
+    groups = (NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=devices) for devices in (4, 8))
+    with fakes.machine({"mx-smi": fakes.prints(PAIRS)}):
+        four, eight = map(plugin.flagcore_topology, groups)
     assert [level.devices for level in given(four).levels] == [2, 4]
     assert [level.devices for level in given(eight).levels] == [4, 8]  # another node than this one
 
@@ -116,18 +110,12 @@ def test_a_c550_node_is_flat() -> None:
 def test_published_all_reduce_times_are_predicted(
     name: str, nodes: int, ranks: int, payload: int, measured: float, within: float
 ) -> None:
-    costs = LoadedPlugins.of({"metax": plugin}).collective_costs(
-        NodeGroup(chip=chip(name), nodes=nodes, devices_per_node=8), "megatron"
-    )
-    (found,) = given(costs).seconds("all_reduce", np.array([float(payload)]), np.array([ranks]), np.array([1]))
+    found = collective_seconds(collectives(plugin, name, nodes), "all_reduce", payload, ranks)
     assert found == pytest.approx(measured, rel=within)
 
 
 def test_a_pair_across_the_islands_of_a_c500_is_slower_than_a_pair_inside() -> None:
-    costs = LoadedPlugins.of({"metax": plugin}).collective_costs(
-        NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=8), "megatron"
-    )
-    inside, across = given(costs).seconds("all_gather", np.full(2, 1e9), np.full(2, 2), np.array([1, 4]))
+    inside, across = (collective_seconds(collectives(plugin, "C500"), "all_gather", 1e9, 2, each) for each in (1, 4))
     assert across > 1.5 * inside
 
 

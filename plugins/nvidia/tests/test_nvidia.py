@@ -18,14 +18,14 @@ from flagcore_vendorkit.chip_file import read_curve, read_kernels, read_provenan
 from flagcore_vendorkit.kernel_table import KernelArrays, KernelSheet, with_measured
 
 from flagcore.api import estimate, estimate_jobs
-from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts
+from flagcore.contracts import AttentionShape, KernelCosts
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.space import KnobValue
 from flagcore.errors import NothingFits
 from flagcore.physics.roofline import RUNS_AS, Roofline
-from flagcore.plugins import LoadedPlugins
-from tests.checks import given, refuses
+from tests.checks import collective_seconds as seconds
+from tests.checks import collectives, given, refuses
 
 
 class TestNvidia(PluginConformance):
@@ -47,23 +47,11 @@ def test_collective_buffers_are_counted_for_more_than_one_device() -> None:
     assert (pair - alone, eight - alone) == (pytest.approx(342 * 2**20), pytest.approx(392 * 2**20))
 
 
-def collectives(chip: str, nodes: int = 1, devices_per_node: int = 8) -> CollectiveCosts:
-    loaded = LoadedPlugins.of({"nvidia": plugin})
-    known = given(loaded.find_chip(chip))
-    costs = loaded.collective_costs(NodeGroup(chip=known, nodes=nodes, devices_per_node=devices_per_node), "megatron")
-    assert costs is not None
-    return costs
-
-
-def seconds(costs: CollectiveCosts, kind: str, payload: float, ranks: int) -> float:
-    return float(costs.seconds(kind, np.array([payload]), np.array([ranks]), np.array([1]))[0])
-
-
 @pytest.mark.parametrize(("mebibytes", "bus"), [(4, 135.58), (16, 244.4), (64, 359.49), (256, 402.56), (1024, 461.28)])
 def test_an_all_reduce_on_another_h100_node_is_within_10_percent(mebibytes: int, bus: float) -> None:
     # a published report of a DGX H100 (all_reduce_perf), which the table is not made from
     payload = mebibytes * 2**20
-    assert seconds(collectives("H100-SXM"), "all_reduce", payload, 8) == pytest.approx(
+    assert seconds(collectives(plugin, "H100-SXM"), "all_reduce", payload, 8) == pytest.approx(
         1.75 * payload / (bus * 1e9), rel=0.1
     )
 
@@ -81,11 +69,11 @@ def test_an_all_reduce_on_another_h100_node_is_within_10_percent(mebibytes: int,
 def test_collectives_over_several_nodes_are_within_20_percent(
     chip: str, nodes: int, kind: str, ranks: int, payload: float, measured: float
 ) -> None:
-    assert seconds(collectives(chip, nodes), kind, payload, ranks) == pytest.approx(measured, rel=0.2)
+    assert seconds(collectives(plugin, chip, nodes), kind, payload, ranks) == pytest.approx(measured, rel=0.2)
 
 
 def test_a_rack_of_gb300_is_one_domain_and_two_are_joined_by_the_network() -> None:
-    costs = collectives("GB300", nodes=32, devices_per_node=4)
+    costs = collectives(plugin, "GB300", nodes=32, devices_per_node=4)
     assert seconds(costs, "all_reduce", 2**34, 64) == pytest.approx(36.35e-3, rel=0.01)
     assert seconds(costs, "all_gather", 2**30, 64) < 2.5e-3
     assert seconds(costs, "all_to_all", 2**30, 128) > 2.5 * seconds(costs, "all_to_all", 2**30, 64)
@@ -120,7 +108,8 @@ def test_only_recipes_of_the_newest_chips_have_graphs() -> None:
 def test_chips_with_equal_links_share_times() -> None:
     same = {"B300": "B200", "GB300": "GB200", "H20": "H200", "A100-40GB": "A100-80GB", "L20": "L40S"}
     for chip, other in same.items():
-        assert seconds(collectives(chip), "all_gather", 2**26, 4) == seconds(collectives(other), "all_gather", 2**26, 4)
+        one, two = (seconds(collectives(plugin, each), "all_gather", 2**26, 4) for each in (chip, other))
+        assert one == two
 
 
 QWEN3_8B = {

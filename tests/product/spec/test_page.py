@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from docs.site import spec_tables
+from docs.site import tables
 from flagcore import api
 from flagcore.api.inputs import read_spec
 from flagcore.domain.spec import TrainSpec
@@ -18,7 +18,7 @@ from tests.product.tasks import ENGINES
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE, SERVE_PAGE = ((DOCS / name).read_text(encoding="utf-8") for name in ("spec.md", "spec-serve.md"))
-SCHEMA, SERVE_SCHEMA = (spec_tables.schema(kind) for kind in ("train", "serve"))
+SCHEMA, SERVE_SCHEMA = (tables.schema(kind) for kind in ("train", "serve"))
 EXAMPLES: dict[str, Any] = {
     "train.lengths": {"mean": 64},
     "train.lengths.histogram": {"64": 1.0},
@@ -79,7 +79,7 @@ KEYS, SERVE_KEYS = keys(SCHEMA), keys(SERVE_SCHEMA, SHARED)
 
 def sections(page: str) -> list[tuple[str, ...]]:
     """Return the sections of the spec whose keys the site lists on a page."""
-    return [tuple(filter(None, name.split("."))) for _, name in spec_tables.MARK.findall(page)]
+    return [tuple(filter(None, name.split("."))) for _, name in tables.MARK.findall(page)]
 
 
 def test_site_has_a_table_for_every_section_of_the_spec() -> None:

@@ -1,9 +1,16 @@
-"""Tables of the knobs and the rules of engines, from the engines' records."""
+"""Tables of the keys of a spec, from its JSON Schema, and of the knobs and the rules of engines, from their records."""
 
+import json
+import re
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
+from flagcore_goodput.job import JobDocument
+from flagcore_megatron.space.knobs import KNOBS
+from flagcore_rl.documents import RlDocument
+from flagcore_serving.documents import ServeDocument
 from flagcore_serving.engine import ServingEngine
 from flagcore_vendorkit.chip_file import load_chips
 
@@ -13,6 +20,49 @@ from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.spec import Task
 from flagcore.plugins import ENGINES, engines, find_engine, names
 from flagcore.spec.convert import parse_spec
+from flagcore.spec.schema import document_of
+from flagcore.spec.validate import describe, keys_of
+
+MARK = re.compile(r"^<!-- keys (train|serve|rl|goodput):([\w.]*) -->$", re.MULTILINE)
+"""The first line of a block of keys."""
+KEYS_HEAD = "| key | values | default | meaning |\n| --- | --- | --- | --- |"
+
+
+def render_keys(mark: str) -> str:
+    """Return the table of the keys of a section of the spec: `keys KIND:SECTION`."""
+    kind, _, section = mark.split()[1].partition(":")
+    return _table_of_keys(kind, tuple(filter(None, section.split("."))))
+
+
+@lru_cache
+def schema(kind: str) -> dict[str, Any]:
+    """Return the JSON Schema of a spec of this kind."""
+    documents: dict[str, Any] = {"train": document_of("megatron", KNOBS), "serve": ServeDocument, "rl": RlDocument}
+    documents["goodput"] = JobDocument
+    return dict(documents[kind].model_json_schema())
+
+
+def _table_of_keys(kind: str, section: tuple[str, ...]) -> str:
+    root = schema(kind)
+    rows = [_row_of_key(str(path[-1]), each, root) for path, each in keys_of(root, root) if path[:-1] == section]
+    return "\n".join([KEYS_HEAD, *rows])
+
+
+def _row_of_key(name: str, key: dict[str, Any], root: dict[str, Any]) -> str:
+    default = key.get("default", "required")
+    if isinstance(default, dict):
+        default = "absent"
+    default_text = (
+        default if isinstance(default, str) and default in ("required", "absent") else f"`{json.dumps(default)}`"
+    )
+    cells = (f"`{name}`", _values(describe(key, root)), default_text, key["description"])
+    return f"| {' | '.join(' '.join(cell.split()).replace('|', '&#124;') for cell in cells)} |"
+
+
+def _values(text: str) -> str:
+    """Return a description of values without limits that only detect typing errors."""
+    return re.sub(r"(text|a string|a whole number from \d+) (?:of 1 )?to \d{3,}(?: characters)?", r"\1", text)
+
 
 SERVING = {each.name: each for each in map(find_engine, names(ENGINES)) if isinstance(each, ServingEngine)}
 MODEL = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32}
@@ -25,17 +75,17 @@ CHIP = next(chip for chip in load_chips("flagcore_nvidia") if chip.name == "H200
 RATE = Fact(value=1e9, source=Source(kind="estimated", detail="for messages only"))
 CPU = replace(CHIP, link=Link(name="cores", topology="shared-memory", bytes_per_second=RATE))
 """A chip whose devices are cores, for the rules of CPUs."""
-HEAD = "| knob | flag | releases | values | `auto` tries | meaning |\n| --- | --- | --- | --- | --- | --- |"
+KNOBS_HEAD = "| knob | flag | releases | values | `auto` tries | meaning |\n| --- | --- | --- | --- | --- | --- |"
 VALUES = {"int": "whole number", "share": "above 0, at most 1", "flag": "true, false"}
 
 
-def render(mark: str) -> str:
+def render_knobs(mark: str) -> str:
     """Return the table of the knobs of an engine: `knobs ENGINE`."""
     name = mark.split()[1]
-    return "\n".join([HEAD, *map(_row, SERVING[name].knobs)])
+    return "\n".join([KNOBS_HEAD, *map(_row_of_knob, SERVING[name].knobs)])
 
 
-def _row(knob: Knob) -> str:
+def _row_of_knob(knob: Knob) -> str:
     by_release = [flag for flag in knob.flags if flag.versions or flag.word] or knob.flags[:1]
     flag = ", ".join(map(partial(_flag, knob), by_release)) or "–"
     values = VALUES.get(knob.kind) or ", ".join(knob.words) or "layouts such as 2xtp2+1xtp4"
