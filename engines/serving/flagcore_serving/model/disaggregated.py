@@ -168,7 +168,8 @@ class Disaggregated(Simulation):
                 time = self.price.mixed(0, tokens, tokens, 0.5 * tokens**2, 1)
                 self.now += time
                 self.stalled += time if self.running else 0.0
-            self.promised -= self._reserved(request)
+            if self.overheads.reserve:
+                self.promised -= self._reserved(request)
             self._join(request)
             if request.first < 0:
                 running = self.running

@@ -299,7 +299,8 @@ class Simulation:
             del self.queue[place]
             if lane.adapters:
                 self._use_adapter(request)
-            self.promised += self._reserved(request)
+            if self.overheads.reserve:
+                self.promised += self._reserved(request)
             hit = max(request.hit, self._found(request)) if request.kept else request.hit
             self.used += cached
             if request.parts:
@@ -412,7 +413,7 @@ class Simulation:
         if self.free:
             time = self._through(time, decoding)
         if decoding:
-            self._advance(self._tokens(1), time)
+            self._advance(self._tokens(1) if self.gain > 1.0 else 1, time)
         else:
             self.now += time
             self.stalled += time if self.running else 0.0
@@ -462,7 +463,8 @@ class Simulation:
         one of the request or, after a preemption, its next one."""
         if request.first < 0:
             request.first = self.now
-        self.promised -= self._reserved(request)
+        if self.overheads.reserve:
+            self.promised -= self._reserved(request)
         request.made += 1
         if self._takes_block(request):
             self.used += self.block
@@ -547,7 +549,8 @@ class Simulation:
             self.price.filled = filled
         if filled > self.lane.cache_tokens and self.running > 1:
             steps = self._fitting(steps)
-        count, gain, cached = self._iterations(steps), self.gain, self.price.cached(self.running)
+        gain, cached = self.gain, self.price.cached(self.running)
+        count = self._iterations(steps) if gain > 1.0 else steps
         if self.ending and self.queue:
             count = min(count, ceil(self.lag))
         base = gain * (self.price.decode(self.running) + cached * (self.offset + self.running * self.step))
@@ -557,7 +560,7 @@ class Simulation:
             arrival_step = self.step + (_steps_within(base, growth, wait + self.lag * base, count) if wait > 0.0 else 0)
             poll_step = -(-max(arrival_step, self.step + 1) // self.overheads.receive) * self.overheads.receive
             count = min(count, poll_step - self.step)
-        self._advance(self._tokens(count), base * count + growth * (count * (count - 1) / 2.0))
+        self._advance(self._tokens(count) if gain > 1.0 else count, base * count + growth * (count * (count - 1) / 2.0))
         self.known = max(self.known, self.now - self.lag * (base + growth * (count - 1)))
         self._finish()
 
