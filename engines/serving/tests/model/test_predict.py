@@ -21,7 +21,6 @@ from flagcore_serving.space.placement import uniform_kinds
 from flagcore_sglang.engine import ENGINE as SGLANG
 from flagcore_sglang.servers import RECEIVE
 from flagcore_vllm.engine import ENGINE as VLLM
-from flagcore_vllm.space import graph_tokens
 
 from engines.serving.tests.engines.tasks import predict, published
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -503,12 +502,6 @@ def test_a_trace_is_sent_at_its_recorded_times(tmp_path: Path) -> None:
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = predicted(task(Load(trace=str(trace), num_prompts=None)))
     assert figure(found, "requests_per_s")[0] == pytest.approx(2.0, rel=0.1)
-
-
-def test_newer_releases_capture_larger_graphs_on_chips_that_compute_in_4_bits() -> None:
-    versions = ("0.17.0", "0.19.0", None)
-    assert [graph_tokens(fp4_task("vllm", engine_version=each)) for each in versions] == [512, 1024, 1024]
-    assert graph_tokens(task()) == 512
 
 
 def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
