@@ -329,7 +329,7 @@ class DeepSpeed(Trainer):
         heads = (each.num_heads for each in attention_counts(model))
         shared, groups = math.gcd(length, model.num_attention_heads, *heads), model.num_query_groups
 
-        has_no_plan = bool(model.experts) and start.value_at(content, "tensor_parallel.partition_config") is None
+        has_no_plan = bool(model.experts) and lookup(content, "tensor_parallel.partition_config") is None
 
         is_script = kept_framework(task.spec) is None  # whose DistributedAttention may divide KV heads unevenly
 
