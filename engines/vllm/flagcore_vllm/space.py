@@ -71,6 +71,9 @@ NULL_BLOCK_SINCE, CHECKPOINTS_SINCE = (0, 29, 0), (0, 32, 0)
 """The first releases that free what left a window; whose groups are as large as the kind with the most layers if no
 other kind has 1.5 times as many (0.15: 1.25); whose windows hold the tokens of all batches in flight (0.25 does not);
 and whose start-up check counts the null block (0.28 does not), and one more state of a prompt (0.31 does not)."""
+CHECKS_ALL_STAGES = (0, 14, 0), (0, 17, 0)
+"""The first release whose start-up check compares the layers of all pipeline stages with the cache of one rank, and the
+first one without this again (0.13 does not, 0.16 does; vllm-project/vllm #33698)."""
 KEEPS_YARN_SINCE = (0, 30, 0)
 """The first release that does not apply the factor of yarn to the context of a model (0.29 does)."""
 CONTEXT_STEP, CACHE_SHARE = 1024, 0.9
@@ -294,30 +297,35 @@ def caches_by_default(spec: Spec) -> bool:
 def _blocks(task: Task, columns: Columns, tokens: IntArray, seqs: IntArray, context: IntArray) -> dict[str, FloatArray]:
     """Return the fields of `Settings` for the blocks of the cache. `tokens`, `seqs`, `context`: the limits.
 
-    vLLM starts with the blocks of a request of the whole context, with the null block since NULL_BLOCK_SINCE, and with
-    full graphs with a block of states for each sequence.
+    vLLM starts with the blocks of a request of the whole context, in CHECKS_ALL_STAGES with those of all stages, with
+    the null block since NULL_BLOCK_SINCE, and with full graphs with a block of states for each sequence.
     """
     model, release = task.spec.model, PROGRAM.release(task.spec)
     if Hardware.of(task).on_cores:
         return {}
     stages, caches = columns[PP].clip(1), columns[PREFIX] == 1
     drafted = np.where(columns[SPECULATION] > 0, columns[DRAFTED], 0)
-    blocks = cache.blocks_of(
-        model,
-        columns[TP].clip(1).astype(np.float64),
-        stages,
-        _element_bytes(task, columns),
-        block_tokens(task, columns),
-        caches,
-        drafted,
-        similar=1.5 if release >= SIMILAR_SINCE else 1.25,
-        frees_windows=release >= FREES_WINDOWS_SINCE,
-        checkpoints=release >= CHECKPOINTS_SINCE,
-    )
+
+    def blocks_on(stages: IntArray) -> cache.Blocks:
+        return cache.blocks_of(
+            model,
+            columns[TP].clip(1).astype(np.float64),
+            stages,
+            _element_bytes(task, columns),
+            block_tokens(task, columns),
+            caches,
+            drafted,
+            similar=1.5 if release >= SIMILAR_SINCE else 1.25,
+            frees_windows=release >= FREES_WINDOWS_SINCE,
+            checkpoints=release >= CHECKPOINTS_SINCE,
+        )
+
+    blocks, (since, until) = blocks_on(stages), CHECKS_ALL_STAGES
     batches = stages + _batches_ahead(task, columns) if release >= IN_FLIGHT_SINCE else np.ones(stages.shape)
     sharing = columns[SHARING].clip(1)
     in_flight = np.asarray(batches * tokens)
-    longest = blocks.reserved(np.asarray(np.ceil(context / sharing)), in_flight)
+    checked = blocks_on(np.ones_like(stages)) if since <= release < until else blocks
+    longest, least = (each.reserved(np.ceil(context / sharing), in_flight) for each in (blocks, checked))
     partial = [PROGRAM.code(GRAPHS, word) for word in ("NONE", "PIECEWISE")]
     is_full = (columns[EAGER] == 0) & ~np.isin(columns[GRAPHS], partial)
     is_full &= bool(state_bytes(model)) & (release >= CHECKS_STATES_SINCE)
@@ -331,7 +339,7 @@ def _blocks(task: Task, columns: Columns, tokens: IntArray, seqs: IntArray, cont
         "admission_bytes": blocks.admitting(mean, prompt, in_flight),
         "longest_bytes": longest,
         "least_cache": np.maximum(
-            longest + blocks.bytes * (release >= NULL_BLOCK_SINCE), np.where(is_full, seqs * blocks.bytes, 0.0)
+            least + blocks.bytes * (release >= NULL_BLOCK_SINCE), np.where(is_full, seqs * blocks.bytes, 0.0)
         ),
     }
 

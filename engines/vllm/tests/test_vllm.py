@@ -156,6 +156,27 @@ def test_the_cache_is_what_vllm_itself_counts(start: str) -> None:
         assert (plain.chunk_tokens.item(), cached.chunk_tokens.item()) == (0, cached.block_size.item())
 
 
+@pytest.mark.parametrize(
+    ("name", "stages", "context", "gib"),  # what vLLM said: vllm-project/vllm issues 34076 and 32105
+    [("Qwen/Qwen3-Coder-30B-A3B-Instruct", 2, 262144, 24.0), ("zai-org/GLM-4.7", 8, 202752, 71.16)],
+)
+def test_a_start_needs_memory_for_the_layers_of_all_stages_in_three_releases(
+    name: str, stages: int, context: int, gib: float
+) -> None:
+    values = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": stages, "context_len": context}
+    model = replace(model_from(name, base=Path()), vision=None)
+    found = {
+        release: settings(cards(model=model, engine_version=release, devices=8), **values)
+        for release in ("0.13.0", "0.14.0", "0.16.0", "0.17.0")
+    }
+    for release in ("0.14.0", "0.16.0"):
+        assert found[release].least_cache.item() / GIB == pytest.approx(gib, abs=0.01)
+    for release in ("0.13.0", "0.17.0"):
+        own = -(-model.num_layers // stages) / model.num_layers
+        assert found[release].least_cache.item() / GIB == pytest.approx(gib * own, abs=0.01)
+    assert len({each.longest_bytes.item() for each in found.values()}) == 1  # tokens of the cache are those of a rank
+
+
 def test_the_cache_of_a_server_on_cores_is_always_bounded() -> None:
     assert server(cores()).environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
     own = cores(engine_args={"kv_cache_memory_bytes": GIB})

@@ -347,7 +347,8 @@ def test_a_host_that_also_computes_pays_for_scheduling() -> None:
 
 
 def fp4_task(engine: str, **serve: object) -> Task:
-    chip = replace(CHIP, dense_flops_per_second={**CHIP.dense_flops_per_second, "fp4": CHIP.memory_bytes})  # type: ignore[dict-item]
+    rates = {**CHIP.dense_flops_per_second, "fp4": CHIP.memory_bytes}
+    chip = replace(CHIP, architecture="sm_100", dense_flops_per_second=rates)  # type: ignore[arg-type]
     built = task(engine=engine, **serve)
     return replace(built, cluster=Cluster(groups=(NodeGroup(chip=chip, nodes=1, devices_per_node=8),)))
 
