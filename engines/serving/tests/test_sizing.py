@@ -45,7 +45,8 @@ def short() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for each in (module, simulated_load):
             patch.setattr(each, "SEARCHED", 100)
-        patch.setattr(simulated_load, "MOST_SEARCHED", 100)
+        for name in ("MOST_SEARCHED", "MOST_SUSTAINED"):
+            patch.setattr(simulated_load, name, 100)
         yield
 
 

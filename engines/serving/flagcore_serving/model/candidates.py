@@ -28,6 +28,7 @@ from flagcore_serving.model.simulated_load import (
     MAX_REQUESTS,
     MAX_SEARCHED,
     TIER_HIT_RATE,
+    WAVES_IN_FLIGHT,
     SimulatedLoad,
 )
 from flagcore_serving.model.simulation import Simulation
@@ -302,7 +303,7 @@ def _highest(
     layout = tuple((settings.tensor[row], settings.pipeline[row], settings.data[row], each) for row, each in kinds)
     known = [found[layout]] if layout in found else [*found.values(), (1.0, {HIGHEST_LOAD: 0.0})]
     before, figures = max(known, key=lambda each: each[1][HIGHEST_LOAD] / each[0])
-    best = max((each[HIGHEST_LOAD] for _, each in found.values()), default=0.0)
+    best, least = max((each[HIGHEST_LOAD] for _, each in found.values()), default=0.0), 0.0
 
     def scaled(ratio: float) -> dict[str, float]:
         return {name: ratio * figures[name] for name in (*RATES, HIGHEST_LOAD) if name in figures}
@@ -314,7 +315,7 @@ def _highest(
 
     def predict(value: float) -> Verdict:
         if (at := load_at(value)) not in points:
-            points[at] = _load_figures(context, load.at(at), kinds, stops=True)
+            points[at] = _load_figures(context, load.at(at, least), kinds, stops=True)
         is_met = bool(points[at]) and all(points[at].get(name, 0.0) <= limit for name, limit in slo.items())
         return Verdict.MET if is_met else Verdict.EXCEEDED
 
@@ -326,11 +327,21 @@ def _highest(
     start, minimum, growth = start or expected, MIN_RATE, RESOLUTION
     if is_concurrency:
         start, minimum, growth = FIRST_LOAD, 1.0, GROWTH
-    highest = highest_load(
-        predict, start, minimum=minimum, maximum=float(maximum or 1), is_integer=is_concurrency, growth=growth
-    )
+
+    def search(start: float) -> float | None:
+        most = float(maximum or 1)
+        return highest_load(predict, start, minimum=minimum, maximum=most, is_integer=is_concurrency, growth=growth)
+
+    highest = search(start)
+    if highest and not is_concurrency and load.load.least_s and not load.load.trace:
+        value = load_at(highest)
+        waves = WAVES_IN_FLIGHT * value * points[value]["e2e_s.mean"]
+        if waves > load.at(value).input_len.size and not (context.serve.only_best and value < best):
+            least = waves
+            points.clear()
+            highest = search(value)
     value = load_at(highest or min(points))
-    figures = {**(points[value] or _load_figures(context, load.at(value), kinds)), HIGHEST_LOAD: value}
+    figures = {**(points[value] or _load_figures(context, load.at(value, least), kinds)), HIGHEST_LOAD: value}
     if highest is not None and not is_concurrency:
         found[layout] = found[None] = expected, figures
     return figures

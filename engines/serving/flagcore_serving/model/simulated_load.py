@@ -65,7 +65,11 @@ SEARCHED, MOST_SEARCHED = 2000, 4000
 
 In a shorter load, the queue of a server near its limit does not build up: with 500 of 10 requests per second, a p99 of
 TPOT was two thirds of that with 2,000 or 8,000. Servers share the requests: the rate of four was 103 per second with
-8,000, 108 with 4,000 and 114 with 2,000; that of eight 214, 236 and 301. More take too long."""
+8,000, 108 with 4,000 and 114 with 2,000; that of eight 214, 236 and 301. So a rate that is found is searched again
+if they are fewer than WAVES_IN_FLIGHT times those in flight, with up to MOST_SUSTAINED."""
+
+MOST_SUSTAINED = 32000
+"""Most simulated requests of a load whose rate must be sustained. A choice."""
 
 MIN_WAITING = 64
 """Minimum number of simulated requests that wait, if more are in flight than can run."""
@@ -268,25 +272,27 @@ class SimulatedLoad:
             figures["cache_compute_s"] = share * price.mixed(0, tokens, tokens, pairs, 0) if tokens else 0.0
         return figures
 
-    def at(self, value: float) -> SimulatedLoad:
-        """Return the load at another request rate or, if it has none, with another number of clients."""
+    def at(self, value: float, least: float = 0.0) -> SimulatedLoad:
+        """Return the load at another request rate or, if it has none, with another number of clients. `least`: the
+        least number of requests, if their number grows with the rate."""
         if self.load.request_rate is None or self.arrivals is None:
             load = replace(self.load, concurrency=int(value))
             is_endless = load.num_prompts is None and load.trace is None
             return _drawn(load, self.vision, prefix_aware=self.prefix_aware) if is_endless else replace(self, load=load)
         load = self.load.at("request_rate", value)
         if load.least_s and load.trace is None:
-            return self._searched(load, value)
+            return self._searched(load, value, least)
         if load.num_prompts != self.load.num_prompts:
             load = replace(load, least_s=0.0, num_prompts=min(load.num_prompts or 0, MAX_SEARCHED))
             return _drawn(load, self.vision, prefix_aware=self.prefix_aware)
         return replace(self, load=load, arrivals=self.arrivals * (self.load.request_rate / value))
 
-    def _searched(self, load: Load, value: float) -> SimulatedLoad:
+    def _searched(self, load: Load, value: float, least: float) -> SimulatedLoad:
         """Return the load at a rate that a search tries. Its number of requests is a power of two times SEARCHED, so
         that rates and candidates share their requests."""
-        steps = math.ceil(math.log2(max(load.num_prompts or 0, SEARCHED) / SEARCHED))
-        count = min(SEARCHED << steps, MOST_SEARCHED)
+        most = MOST_SUSTAINED if least else MOST_SEARCHED
+        steps = math.ceil(math.log2(max(load.num_prompts or 0, least, SEARCHED) / SEARCHED))
+        count = min(SEARCHED << steps, most)
         drawn = _drawn(replace(self.load, num_prompts=count), self.vision, prefix_aware=self.prefix_aware)
         assert drawn.arrivals is not None
         scale = (drawn.load.request_rate or value) / value

@@ -197,6 +197,15 @@ def test_the_highest_load_within_the_limits_is_a_figure(key: str, base: Load) ->
     assert "highest_load" not in predicted().figures
 
 
+def test_instances_keep_up_with_the_highest_rate() -> None:
+    load = replace(LOAD, concurrency=None, request_rate=1000.0, num_prompts=128, least_s=10.0)
+    slo, kinds = {"ttft_s.p99": 1.0}, {"instances": 8, "max_running": 512}
+    (rate,) = figure(predicted(task(load, slo=slo, highest="request_rate"), **kinds), "highest_load")
+    for_long = predicted(task(replace(load, request_rate=rate, num_prompts=20000, least_s=0.0), slo=slo), **kinds)
+    assert figure(for_long, "requests_per_s")[0] > 0.96 * rate
+    assert figure(for_long, "ttft_s.p99")[0] < 1.0
+
+
 def test_the_highest_rates_of_candidates_do_not_depend_on_each_other() -> None:
     load = replace(LOAD, concurrency=None, request_rate=1000.0, num_prompts=100)
     searched = task(load, slo={"ttft_s.p99": 2.0, "tpot_s.p99": 0.05}, highest="request_rate")
