@@ -350,6 +350,11 @@ def sizing(
         raise UsageError(
             _("--rate {rate:g}: give at most {most:g} requests per second", rate=rate, most=MAX_TOTAL_RATE)
         )
+    if not serve.get("slo") and run is not None:
+        text = N_(
+            "{file} has no serve.slo, within which a run finds its highest rate; tune one with --slo and --rate auto"
+        )
+        raise UsageError(_(text, file=file))
     if not serve.get("slo"):
         raise UsageError(_("flag size needs latency limits: give --ttft-p99 or --slo, or set serve.slo"))
     check_spec(spec, without)

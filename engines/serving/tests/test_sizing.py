@@ -216,6 +216,8 @@ def test_a_run_that_measured_a_replica_replaces_predictions(monkeypatch: pytest.
     assert (found.in_flight, found.configuration, found.cost_per_hour) == (5.0, "max_num_seqs 64", 20.0)
     with pytest.raises(UsageError, match="request_rate: auto"):
         run(None, trials=[trial(1, 10.0)])
+    with pytest.raises(UsageError, match="--rate auto"):  # its limits are those of the run
+        sizing(changed_spec(LOADED, {"serve.slo": {}}), 100.0, None, {}, Path("run"))
 
 
 def columns(**values: list[int]) -> dict[str, Any]:

@@ -75,6 +75,8 @@ def test_the_commands_that_a_size_prints_start_with_what_all_candidates_keep_of_
         (("import", "nothing"), "neither a file nor a command"),
         (("size", "--model", "model", "--rate", "2/s", "--to", "hpa", "--format", "json"), "--format json"),
         (("size", "--model", "model", "--rate", "auto"), "--rate auto"),
+        (("size", "--run", "model", "--rate", "2", "--tpot-p99", "1s"), "--tpot-p99"),
+        (("size", "--run", "model", "--rate", "2", "--set", "cluster.nodes=2"), "--set"),
         (("import", "run.sh", "-o", "run.sh", "--force"), "run.sh is an input"),
         (("estimate", "spec.yaml", "--report", "../{folder}/spec.yaml"), "spec.yaml is an input"),
         (("estimate", "spec.yaml", "--set", "cluster.nodes=1e30"), "cluster.nodes"),
