@@ -67,6 +67,9 @@ def test_the_commands_that_a_size_prints_start_with_what_all_candidates_keep_of_
     assert run["best"]["candidate"]["context_len"] == 2048
 
 
+FSDP2 = ("--model", "model", "--engine", "fsdp2", "--chip", "H20", "--devices", "1")
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -83,6 +86,9 @@ def test_the_commands_that_a_size_prints_start_with_what_all_candidates_keep_of_
         (("estimate", "--model", "model", "--chip", "H20", "--devices", "100000"), "--devices"),
         (("estimate", "--model", "model", "--chip", "H20", "--ttft-p99", "1"), "--ttft-p99 1"),
         (("export", "spec.yaml", "--to", "slrm"), "kubernetes"),
+        (("export", *FSDP2, "--to", "foo"), "targets that accept this: none"),
+        (("export", *FSDP2, "--to", "fsdp2"), "train.engine"),
+        (("import", "deepspeed train.py --deepspeed no.json"), "--deepspeed = "),
         (("run", "spec.yaml", "--chip", "H20"), "is a spec or a run"),
         (("run", "model", "--chip", "H21"), "did you mean H20"),
         (("run", "model", "--engine", "megatron"), "--engine megatron"),
