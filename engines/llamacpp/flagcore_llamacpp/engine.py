@@ -17,6 +17,7 @@ from flagcore_models.gguf import context_length
 from flagcore_models.layers import layers_of, mixer_counts
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.networks.experts import Experts
+from flagcore_models.public import find_public
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import Instance, address
@@ -35,13 +36,13 @@ from flagcore_serving.space.rules import (
     split_rules,
 )
 from flagcore_serving.space.settings import GRAPH_TOKENS, Settings
-from flagcore_serving.space.weights import unusable_weights
+from flagcore_serving.space.weights import context_at, unusable_weights
 
 from flagcore.domain.launch import PORT
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, NoDevice
-from flagcore.i18n import N_
+from flagcore.i18n import N_, _
 from flagcore_llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 
 PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"
@@ -143,8 +144,13 @@ KNOBS = PROGRAM.knobs
 
 
 def total_context(task: Task) -> int:
-    """Return the total context of all slots in tokens, as set in `engine_args`, or 0 if it is not set there."""
-    return _int(PROGRAM.parse(task.spec).others.get("ctx-size")) or 0
+    """Return the total context of all slots in tokens, as set in `engine_args`, or 0 if it is not set there.
+
+    A `ctx-size` of 0 is the context with which the model was trained. If that is unknown, the result is 0, too.
+    """
+    given, weights = PROGRAM.parse(task.spec).others.get("ctx-size"), task.spec.serve.weights
+    trained = context_at(weights) if given == 0 and weights is not None else None
+    return trained or _int(given) or 0
 
 
 def slot_context(task: Task, context: int | None) -> int:
@@ -223,6 +229,11 @@ def _trained_context(spec: Spec) -> int | None:
         return None
 
 
+def _is_repository(weights: str) -> bool:
+    """Return whether weights are a public name of GGUF files, such as ggml-org/gpt-oss-20b-GGUF."""
+    return "gguf" in weights.lower() and not os.path.exists(weights) and find_public(weights) is not None
+
+
 RUNNER = "flagcore_llamacpp.server"
 
 
@@ -271,7 +282,7 @@ def _knob_words(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, .
         place = words.index("--n-cpu-moe")
         words[place : place + 2] = ["--cpu-moe"]
     slots, context = _int(values.get(PARALLEL)), _int(values.get(CONTEXT))
-    if (slots or context) and not total_context(task):
+    if (slots or context) and "ctx-size" not in PROGRAM.parse(task.spec).others:
         words += ["--ctx-size", str((slots or AUTO_SLOTS) * slot_context(task, context))]
     if values.get(KV) is not None:
         words += ["--cache-type-k", str(values[KV]), "--cache-type-v", str(values[KV])]
@@ -347,7 +358,17 @@ class LlamaCpp(ServingEngine):
         spec = task.spec
         is_embedded = spec.serve.command is None and not spec.serve.elsewhere
         command = (sys.executable, "-m", RUNNER) if is_embedded else PROGRAM.start_command(spec)
-        argv = [*command, "--model", spec.serve.weights or "", "--host", address(task), "--port", PORT, "--metrics"]
+        weights = spec.serve.weights or ""
+        argv = [
+            *command,
+            "--hf-repo" if _is_repository(weights) else "--model",
+            weights,
+            "--host",
+            address(task),
+            "--port",
+            PORT,
+            "--metrics",
+        ]
         argv += [*_knob_words(task, values, cores), *_other_words(task, values, is_embedded=is_embedded)]
         return Instance(argv=tuple(argv), environment={"GOMP_SPINCOUNT": str(SPIN_COUNT)})
 
@@ -395,6 +416,13 @@ class LlamaCpp(ServingEngine):
             ),
             *speculation_rules(task, PROGRAM, NEED_DRAFT_MODEL, "spec-draft-model", "draft-mtp"),
         )
+
+    def warnings(self, task: Task) -> Sequence[str]:
+        weights = task.spec.serve.weights or ""
+        if not weights or os.path.isfile(weights) or weights.endswith(".gguf") or _is_repository(weights):
+            return super().warnings(task)
+        text = N_("serve.weights: {weights} is no GGUF file, which llama-server needs; set the path or name of one")
+        return [*super().warnings(task), _(text, weights=weights)]
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
         """Return merges that ignore knobs without effect, and that treat llama.cpp's defaults as not set."""

@@ -64,6 +64,26 @@ def test_the_context_grows_with_the_slots_to_hold_the_longest_requests() -> None
     assert after(server(longer, parallel=8).argv, "--ctx-size") == str(8 * 512)
 
 
+def test_a_context_of_0_is_that_of_the_model_and_public_gguf_files_are_downloaded() -> None:
+    task = cores(engine_args={"ctx-size": 0})
+    public = replace(task.spec.work, weights="ggml-org/gpt-oss-20b-GGUF")
+    task = replace(task, spec=replace(task.spec, work=public))
+    words = server(task, parallel=8).argv
+    assert [after(words, flag) for flag in ("--hf-repo", "--ctx-size")] == [public.weights, "0"]
+    assert words.count("--ctx-size") == 1
+    assert "--model" not in words
+    assert settings(task, parallel=8).context_len == 131_072 // 8
+
+
+@pytest.mark.parametrize(
+    ("weights", "is_refused"), [("Qwen/Qwen3-8B", True), ("a/Qwen3-8B-GGUF", False), ("m.gguf", False)]
+)
+def test_weights_that_llama_cpp_cannot_load_are_named(weights: str, is_refused: bool) -> None:
+    task = cores()
+    task = replace(task, spec=replace(task.spec, work=replace(task.spec.work, weights=weights)))
+    assert any(f"{weights} is no GGUF file" in each for each in ENGINE.warnings(task)) == is_refused
+
+
 def test_a_space_may_use_yaml_words() -> None:
     space = {"flash_attention": (True, False), "n_gpu_layers": ("auto", "all", 0), "instance": (1, 2)}
     choices = space_of(ENGINE, serving("llamacpp", space=space)).choices

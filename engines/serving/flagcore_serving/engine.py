@@ -148,6 +148,11 @@ class ServingEngine(EngineProfile):
         return (*rules.same_as_unset(self.program), *((rules.no_drafts(),) if has_drafts else ()))
 
     def check_values(self, spec: Spec) -> None:
+        if groups := spec.cluster.groups:
+            problem = "are several kinds of nodes, but servers are planned on one"
+            chips = ", ".join(each.chip for each in groups)
+            fix = "write a spec with cluster.chip, nodes and devices_per_node for each of them"
+            raise SpecError(key="cluster.groups", value=chips, problem=problem, fix=fix)
         check_formats(spec)
 
     def defaults(self, task: Task) -> dict[str, KnobValue]:
@@ -308,11 +313,6 @@ class ServingEngine(EngineProfile):
     def ready(self, spec: Spec) -> None:
         """Raise SpecError or NoDevice if servers of `spec` cannot be started from this machine."""
         serve, cluster = spec.serve, spec.cluster
-        if cluster.groups:
-            chips = [group.chip for group in cluster.groups]
-            problem = "are several kinds of chips, but one machine has only one kind"
-            fix = "predict with `flag estimate`"
-            raise SpecError(key="cluster.groups", value=chips, problem=problem, fix=fix)
         if cluster.nodes > 1 and not spec.on_each_host:
             problem = "is more than one, but no launcher for several hosts is set"
             fix = "set auto_tuner.launcher and cluster.hostfile, or predict with `flag estimate`"

@@ -59,6 +59,10 @@ def _chips(texts: Iterable[str]) -> dict[str, float | None]:
     return found
 
 
+LIMITS = {"slo": "--slo", "ttft_p99": "--ttft-p99", "tpot_p99": "--tpot-p99"}
+"""The parameters of latency limits, and their options."""
+
+
 @click.command("size")
 @click.argument("spec", required=False, type=click.Path())
 @options.model
@@ -126,6 +130,15 @@ def size_command(
         raise click.UsageError(_("--to {target} prints YAML: leave out --format {form}", target=target, form=form))
     if run is not None and chips:
         raise click.UsageError(_("--run and --chip exclude each other: a run measured one kind of chip"))
+    given = click.get_current_context().params
+    changes = (
+        LIMITS if spec is not None else {**LIMITS, "settings": "--set", "nodes": "--nodes", "devices": "--devices"}
+    )
+    if run is not None and (option := next((each for name, each in changes.items() if given[name]), "")):
+        text = N_(
+            "--run and {option} exclude each other: a run measured its own spec, with the limits of its serve.slo"
+        )
+        raise click.UsageError(_(text, option=option))
     if spec is None and run is not None:
         spec = str(run / SPEC)
     if spec is None:

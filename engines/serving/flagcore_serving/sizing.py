@@ -107,6 +107,8 @@ def sizes_of(spec: LoadedSpec, rate: float, chips: Mapping[str, float | None], p
     """
     found, problems = list[Size](), list[NothingFits]()
     cluster = _section(spec.data, "cluster")
+    if cluster.get("groups"):
+        planned(spec)  # which refuses them
     for chip, price in (chips or {"": None}).items():
         if price is None and chip in ("", cluster.get("chip")):
             price = cluster.get("price_per_device_hour")  # that of its own chip
@@ -126,9 +128,6 @@ def sizes_of(spec: LoadedSpec, rate: float, chips: Mapping[str, float | None], p
 def _shapes(spec: LoadedSpec) -> Iterator[tuple[int, int]]:
     """Yield the nodes and the devices per node of each replica to try."""
     cluster = _section(spec.data, "cluster")
-    if cluster.get("groups"):
-        problem, fix = "has groups, but replicas are of one kind of chips", "give cluster.chip, or --chip for each kind"
-        raise SpecError(key="cluster.groups", value=None, problem=problem, fix=fix)
     given = cluster.get("nodes"), cluster.get("devices_per_node")
     nodes, per_node = (default if each is None else each for each, default in zip(given, (1, 8), strict=True))
     if not (isinstance(nodes, int) and isinstance(per_node, int) and min(nodes, per_node) > 0):
@@ -351,6 +350,11 @@ def sizing(
         raise UsageError(
             _("--rate {rate:g}: give at most {most:g} requests per second", rate=rate, most=MAX_TOTAL_RATE)
         )
+    if not serve.get("slo") and run is not None:
+        text = N_(
+            "{file} has no serve.slo, within which a run finds its highest rate; tune one with --slo and --rate auto"
+        )
+        raise UsageError(_(text, file=file))
     if not serve.get("slo"):
         raise UsageError(_("flag size needs latency limits: give --ttft-p99 or --slo, or set serve.slo"))
     check_spec(spec, without)

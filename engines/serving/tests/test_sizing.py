@@ -3,7 +3,7 @@ out of memory, and which candidates cannot keep the SLO."""
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from flagcore_serving.sizing import Size, Sizing, hours_of, manifest, sizing
 from flagcore_vllm.engine import ENGINE
 
 from flagcore import estimate
-from flagcore.api.inputs import LoadedSpec, changed_spec
+from flagcore.api.inputs import LoadedSpec, SpecLike, changed_spec
 from flagcore.domain.metrics import LATENCIES
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Candidate
@@ -170,7 +170,6 @@ def test_pods_are_instances(found: Sizing) -> None:
         ({"serve": None}, "no section serve"),
         ({"serve.slo": {}}, "--ttft-p99"),
         ({"auto_tuner.baseline.context_len": "x"}, "auto_tuner.baseline.context_len"),
-        ({"cluster": {"groups": [{"chip": "H20"}, {"chip": "A100"}]}}, "cluster.groups"),
         ({"cluster.nodes": "x"}, "cluster.nodes"),
         ({"cluster.devices_per_node": 0}, "cluster.devices_per_node"),
         ({"serve.profile": [1]}, "--rate"),
@@ -180,6 +179,14 @@ def test_pods_are_instances(found: Sizing) -> None:
 def test_what_cannot_be_sized_is_refused(changes: dict[str, Any], key: str) -> None:
     with pytest.raises((SpecError, UsageError), match=key):
         sizing(changed_spec(LOADED, changes), None, None, {})
+
+
+@pytest.mark.parametrize("ask", [estimate, lambda spec: sizing(spec, None, None, {})])
+def test_servers_on_several_kinds_of_nodes_are_refused(ask: Callable[[SpecLike], object]) -> None:
+    with pytest.raises(SpecError) as error:
+        ask(changed_spec(LOADED, {"cluster": {"groups": [{"chip": "H20"}, {"chip": "A100"}]}}))
+    assert (error.value.key, error.value.value) == ("cluster.groups", "H20, A100")
+    assert "cluster.chip" in error.value.fix
 
 
 @pytest.mark.slow
@@ -210,6 +217,8 @@ def test_a_run_that_measured_a_replica_replaces_predictions(monkeypatch: pytest.
     assert (found.in_flight, found.configuration, found.cost_per_hour) == (5.0, "max_num_seqs 64", 20.0)
     with pytest.raises(UsageError, match="request_rate: auto"):
         run(None, trials=[trial(1, 10.0)])
+    with pytest.raises(UsageError, match="--rate auto"):  # its limits are those of the run
+        sizing(changed_spec(LOADED, {"serve.slo": {}}), 100.0, None, {}, Path("run"))
 
 
 def columns(**values: list[int]) -> dict[str, Any]:

@@ -74,10 +74,11 @@ def _launched(words: Sequence[str]) -> tuple[int | None, int]:
 def spec_of_deepspeed(start: Start, flags: Sequence[str], directory: Path, model: str | None) -> Imported:
     """Return the data of a spec for a command with a configuration of DeepSpeed, and notes. Raises SpecError."""
     words, notes = list(start.words), Notes()
-    config = next((value for flag in flags if isinstance(value := files.flag_value(words, flag), str)), None)
-    if config is None:
+    given = next(((flag, value) for flag in flags if isinstance(value := files.flag_value(words, flag), str)), None)
+    if given is None:
         raise _no_program(words)
-    content = read_config(config, str(directory), key=flags[0])
+    flag, config = given
+    content = read_config(config, str(directory), key=flag)
     check_sizes(content, config)
     cluster = _cluster(start, str(directory), notes)
     total, share = _batch(words, content, cluster, notes)

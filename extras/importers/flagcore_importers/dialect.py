@@ -224,7 +224,7 @@ def read_config(config: str, directory: str, key: str = "train.program.config") 
     if path.suffix not in SUFFIXES:
         fix = "convert it to JSON or YAML, or set its values by flags"
         raise SpecError(key=key, value=config, problem="is neither JSON nor YAML", fix=fix)
-    text = read_text(path, file=str(path), key=key)
+    text = read_text(path, file="", key=key)
     try:
         content = load_json(_plain_json(text)) if path.suffix == ".json" else parse_yaml(text, file=str(path))
     except ValueError as error:

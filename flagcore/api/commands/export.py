@@ -77,8 +77,8 @@ def export(
             named = partial(_files, snapshot, chosen, draft, job_id, {"image": "IMAGE", **(options or {})})
             ways, targets = (files_of, named), export_targets(work.engine)
             accepted = [each for each in targets if any(_is_accepted(way, each) for way in ways)]
-            known = [_("targets that accept this: {known}", known=", ".join(accepted))] if accepted else []
-            raise UsageError("; ".join([str(error), *known])) from None
+            known = _("targets that accept this: {known}", known=", ".join(accepted) or _("none"))
+            raise UsageError(f"{error}; {known}") from None
         for name, text in files.items():
             (file := draft / name).parent.mkdir(exist_ok=True)
             file.write_text(text, "utf-8", errors="surrogateescape")

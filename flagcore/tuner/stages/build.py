@@ -140,9 +140,9 @@ def rejection_rules(axes: Sequence[Axis], value_rules: Sequence[ValueRule], spec
         if refused.knob in axis_by_knob:
             rules.append(_knob_rule(axis_by_knob[refused.knob], refused))
         elif refused.knob in JOB_KEYS or refused.knob.startswith(SHARED_PREFIXES):
-            value = _value_of(spec, refused.knob)
-            broken = value in refused.values
-            rules.append(_job_rule(axes[0], refused.name, refused.knob, value, broken, Message(refused.reason)))
+            value, key = _value_of(spec, refused.knob), f"{spec.work.kind}.{refused.knob}"
+            why = Message("{why}; change {key}, or use another chip", why=Message(refused.reason), key=key)
+            rules.append(_job_rule(axes[0], refused.name, refused.knob, value, value in refused.values, why))
         else:
             problem = f"a plugin rejects values of {refused.knob}, which is not a knob (rule {refused.name})"
             raise NoDevice(f"{problem}; knobs: {', '.join(axis_by_knob)}; or {', '.join(JOB_KEYS)}, settings.NAME")

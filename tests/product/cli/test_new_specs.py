@@ -67,6 +67,9 @@ def test_the_commands_that_a_size_prints_start_with_what_all_candidates_keep_of_
     assert run["best"]["candidate"]["context_len"] == 2048
 
 
+FSDP2 = ("--model", "model", "--engine", "fsdp2", "--chip", "H20", "--devices", "1")
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -75,12 +78,17 @@ def test_the_commands_that_a_size_prints_start_with_what_all_candidates_keep_of_
         (("import", "nothing"), "neither a file nor a command"),
         (("size", "--model", "model", "--rate", "2/s", "--to", "hpa", "--format", "json"), "--format json"),
         (("size", "--model", "model", "--rate", "auto"), "--rate auto"),
+        (("size", "--run", "model", "--rate", "2", "--tpot-p99", "1s"), "--tpot-p99"),
+        (("size", "--run", "model", "--rate", "2", "--set", "cluster.nodes=2"), "--set"),
         (("import", "run.sh", "-o", "run.sh", "--force"), "run.sh is an input"),
         (("estimate", "spec.yaml", "--report", "../{folder}/spec.yaml"), "spec.yaml is an input"),
         (("estimate", "spec.yaml", "--set", "cluster.nodes=1e30"), "cluster.nodes"),
         (("estimate", "--model", "model", "--chip", "H20", "--devices", "100000"), "--devices"),
         (("estimate", "--model", "model", "--chip", "H20", "--ttft-p99", "1"), "--ttft-p99 1"),
         (("export", "spec.yaml", "--to", "slrm"), "kubernetes"),
+        (("export", *FSDP2, "--to", "foo"), "targets that accept this: none"),
+        (("export", *FSDP2, "--to", "fsdp2"), "train.engine"),
+        (("import", "deepspeed train.py --deepspeed no.json"), "--deepspeed = "),
         (("run", "spec.yaml", "--chip", "H20"), "is a spec or a run"),
         (("run", "model", "--chip", "H21"), "did you mean H20"),
         (("run", "model", "--engine", "megatron"), "--engine megatron"),

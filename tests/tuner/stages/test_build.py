@@ -214,7 +214,7 @@ def test_a_plugin_may_refuse_a_fixed_setting(knob: str, train: dict[str, Any], t
     space = build(axes, [rule], ())
     assert (len(space) == 0) == took
     assert space.illegal == ({"no_fp8": space.combinations} if took else {})
-    assert "it has no units" in rule.message
+    assert f"it has no units; change train.{knob}" in rule.message
 
 
 def test_a_forced_setting_refuses_another_user_value() -> None:

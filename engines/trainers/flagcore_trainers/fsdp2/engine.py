@@ -205,7 +205,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
 
 RELEASES = ">=2.8"
 """The releases of torch whose memory and time are predicted, as a PEP 440 specifier."""
-NO_PROGRAM = "predicts programs on torch's fully_shard, and has none that trials could run"
+NO_PROGRAM = "predicts programs on torch's fully_shard, and has none that could be started"
 OWN_PROGRAM = "use `flag estimate`, or run your program: set engine: command, or torchtitan, and train.command"
 
 
@@ -361,7 +361,7 @@ class Fsdp2(Engine):
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         spec, values = platform.task.spec, candidate.as_dict()
         if not for_real or kept_framework(spec) is None:
-            raise LaunchError("fsdp2 has no real job: use the values of the best candidate in your own program")
+            raise LaunchError(f"train.engine = fsdp2 {NO_PROGRAM}; {OWN_PROGRAM}")
         micro, replicas = int(values[fs.MBS] or 1), int(values[fs.REPLICATE] or 1) * int(values[fs.SHARD] or 1)
         given = {name: value for name, value in values.items() if name != fs.MBS}
         steps = spec.train.global_batch_size // (micro * replicas)
