@@ -15,8 +15,8 @@ from flagcore.i18n import N_, _
 class RefusedValues:
     """Values that do not work on a chip. They become a legality rule with the name `name`.
 
-    `knob`: the name of a knob; `precision`, `attention` or `implementation` of the job; or a setting that all
-    candidates share, as `settings.NAME` of training or `engine_args.NAME` of a server.
+    `knob`: the name of a knob; `precision`, `attention`, `implementation` or `quant_method` of the job; or a setting
+    that all candidates share, as `settings.NAME` of training or `engine_args.NAME` of a server.
     `above`: numbers greater than this do not work either. None if there is no such bound.
     """
 
@@ -42,7 +42,7 @@ class ForcedSetting:
     reason: str
 
 
-JOB_KEYS = ("precision", "attention", "implementation")
+JOB_KEYS = ("precision", "attention", "implementation", "quant_method")
 """Keys of a job whose values a plugin may reject."""
 SHARED_PREFIXES = ("settings.", "engine_args.")
 """The prefixes of settings that all candidates share."""

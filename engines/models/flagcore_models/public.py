@@ -1,5 +1,6 @@
 """Knows public models by name: a plan needs no download."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,8 +12,8 @@ from typing import Any
 
 from flagcore.errors import SpecError
 from flagcore.spec.models import absolute_model, model_from
-from flagcore.spec.plain_data import Notes, package_yaml, parse_yaml
-from flagcore_models.keys import Table
+from flagcore.spec.plain_data import Notes, package_yaml, parse_yaml, read_mapping
+from flagcore_models.keys import Table, section_of
 from flagcore_models.quantized import format_of_weights
 
 _NAMES = package_yaml(__package__, "names.yaml")
@@ -55,6 +56,16 @@ def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
     if weights == "fp8" and lower.partition("/")[0] in _NAMES["fp8_blocks"]:
         config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     return config, None if weights == "bf16" else weights
+
+
+def quant_method(weights: str) -> str:
+    """Return the `quant_method` of weights in a folder or with a public name. Empty if it is unknown."""
+    public = None if os.path.exists(weights) else find_public(weights)
+    config, stored = public or (dict[str, Any](), None)
+    with suppress(SpecError):
+        config = config or read_mapping(Path(weights, "config.json"), file="config.json")
+    named = next((each for each in ("awq", "gptq") if stored == "int4" and each in weights.lower()), "")
+    return str(section_of(config, "quantization_config").get("quant_method", named))
 
 
 @lru_cache(maxsize=1024)

@@ -99,10 +99,11 @@ def serve_of(section: ServeSection, context: Context) -> ServeSpec:
     """
     model, profile, slo = context.given("model"), _with_adapters(section), _slo_of(section.slo)
     weights = section.weights or (model if isinstance(model, str) else None)
-    from flagcore_models.public import find_public  # late: it loads tables that inline shapes do not need
+    from flagcore_models.public import find_public, quant_method  # late: it loads tables that inline shapes do not need
 
     public = find_public(weights) if weights and not (context.base / weights).exists() else None
     stored = public[1] if public else _stored_format(context.base / weights) if weights else None
+    weights = weights if public or not weights else str((context.base / weights).resolve())
     highest, objective = _highest(section, slo), context.given("auto_tuner", "objective")
     _check_answers(profile, [*slo, *([objective] if isinstance(objective, str) else [])])
     has_prefixes = profile.trace is not None or profile.turns > 1
@@ -117,7 +118,8 @@ def serve_of(section: ServeSection, context: Context) -> ServeSpec:
         highest=highest,
         prefix_aware=section.router == "prefix_aware" or (section.router == AUTO and has_prefixes),
         default_space=not context.given("auto_tuner", "space"),
-        weights=weights if public or not weights else str((context.base / weights).resolve()),
+        weights=weights,
+        quant_method=quant_method(weights) if weights else "",
         **command_of(section.command, section.directory, context),
         cards=context.given("auto_tuner", "cards"),
         engine_version=section.engine_version,

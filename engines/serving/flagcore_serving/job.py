@@ -180,6 +180,7 @@ class ServeSpec(Work):
     `scheduled`: whether the installed engine itself is asked about the fastest candidates of a plan.
     `elsewhere`: `host` or `image` if commands are for another machine or for a container image, so that programs are
     not looked up on this machine. Empty otherwise.
+    `quant_method`: the method that the weights are quantized by, as their config.json names it. Empty if it is unknown.
     """
 
     kind: ClassVar[str] = "serve"
@@ -209,6 +210,7 @@ class ServeSpec(Work):
     default_space: bool = False
     elsewhere: Literal["", "host", "image"] = ""
     scheduled: bool = False
+    quant_method: str = ""
 
     @property
     def missing(self) -> str:

@@ -114,21 +114,27 @@ def _sizes(words: Sequence[str], content: Mapping[str, Any]) -> list[int]:
 def _batch(
     words: Sequence[str], content: Mapping[str, Any], cluster: Mapping[str, Any], notes: Notes
 ) -> tuple[int, float | None]:
-    """Return the global batch size, and the micro-batch size that follows from that of the configuration, if known."""
+    """Return the global batch size, and the micro-batch size that follows from that of the configuration, if known.
+
+    The ranks of a group train on the same samples (transformers 5.24 `Trainer.get_total_train_batch_size`). DeepSpeed
+    0.19.8 counts those of AutoTP as replicas in `train_batch_size`, and those of a sequence once (`runtime/config.py`).
+    """
     micro, accumulated = _sizes(words, content)
-    devices = cluster["nodes"] * count_of(cluster["devices_per_node"])
-    total, is_known = positive(content.get("train_batch_size")), cluster["devices_per_node"] != "auto"
+    tensor, sequence = (count_of(lookup(content, key)) for key in GROUPS)
+    is_known = cluster["devices_per_node"] != "auto"
+    per_node = count_of(cluster["devices_per_node"]) if is_known else tensor * sequence
+    ranks, total = cluster["nodes"] * per_node // sequence, positive(content.get("train_batch_size"))
     if total is None:
-        total = micro * accumulated * devices
-        text = "is that of the command's devices, micro-batch and steps"
+        total = micro * accumulated * max(1, ranks // tensor)
+        text = "is that of the command's devices, groups, micro-batch and steps"
         if not is_known:
-            text = f"{total}: with one device on a host, as the command has no number; multiply it by the number"
+            text = f"{total}: with one replica on a host, as the command has no number; multiply it by the number"
         notes.note("train.global_batch_size", text, "train.global_batch_size")
         return total, None
-    if is_known and total % (micro * devices) and not any(lookup(content, key) for key in GROUPS):
-        text = f"{total} is no multiple of the micro-batch {micro} x {devices} devices: the baseline is another"
+    if is_known and total % (micro * max(1, ranks)):
+        text = f"{total} is no multiple of the micro-batch {micro} x {ranks} replicas: the baseline is another"
         notes.note("train_batch_size", text, "train.global_batch_size")
-    return total, total / (accumulated * devices) if is_known else None
+    return max(1, total // tensor), total / (accumulated * max(1, ranks)) if is_known else None
 
 
 def _note_contradictions(

@@ -46,6 +46,28 @@ def test_a_command_with_a_configuration_of_deepspeed(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
+    ("sizes", "batch"),
+    [
+        ({"tensor_parallel": {"autotp_size": 4}}, 2 * 4 * 2),
+        ({"sequence_parallel_size": 4}, 2 * 4 * 2),
+        ({"tensor_parallel": {"autotp_size": 4}, "train_batch_size": 2 * 4 * 8}, 2 * 4 * 2),
+        ({"sequence_parallel_size": 4, "train_batch_size": 2 * 4 * 2}, 2 * 4 * 2),
+        ({"tensor_parallel": {"autotp_size": 0}}, 2 * 4 * 8),
+    ],
+)
+def test_devices_of_a_group_train_on_the_same_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, object], batch: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, **sizes}
+    Path("ds.json").write_text(json.dumps(config))
+    words = "deepspeed --num_gpus 8 train.py --deepspeed_config ds.json --model Qwen/Qwen3-8B --max_length 2048"
+    found = read_command(None, [words])
+    assert found.data["train"]["global_batch_size"] == batch
+    assert "train_batch_size" not in {each.key for each in found.notes}
+
+
+@pytest.mark.parametrize(
     ("call", "flag", "notes"),
     [
         ("deepspeed.initialize(model=m, config=own)", "--grad_checkpoint", {"config", "--grad_checkpoint"}),
@@ -120,7 +142,7 @@ def test_what_a_command_leaves_open_is_named(tmp_path: Path, monkeypatch: pytest
     imported = read_command(None, [words])
     notes = {each.key: each.text for each in imported.notes}
     assert imported.data["train"]["global_batch_size"] == 8
-    assert "one device" in notes["train.global_batch_size"]
+    assert "one replica" in notes["train.global_batch_size"]
     imported = read_command(None, [words.replace("train", "--num_gpus 8 train", 1)])
     notes = {each.key: each.text for each in imported.notes}
     assert "--per_device_train_batch_size" not in notes

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,7 @@ def translate(
     does not have. Raises SpecError, also for keys in `added` that flagcore does not read.
     """
     notes = Notes(file)
-    if mixed := _mixed_precision(config.get("mixed_precision")):
+    if mixed := _mixed_precision(config.get("mixed_precision"), notes):
         config = {**config, "mixed_precision": mixed}
     sections = {key: value for key in TABLES["used"] if isinstance(value := config.get(key), Mapping)}
     model, train = sections.get("model", {}), sections.get("train", {})
@@ -307,8 +308,8 @@ def _precision(mixed: Mapping[str, Any]) -> dict[str, Any]:
     return {**model, **{f"mixed_precision.{key}": value for key, value in fields.items()}}
 
 
-def _mixed_precision(value: object) -> dict[str, Any]:
-    """Return the config of a mixed precision that is a config or the name of one.
+def _mixed_precision(value: object, notes: Notes) -> dict[str, Any]:
+    """Return the config of a mixed precision that is a config or the name of one. Report other names.
 
     It is copied into the config of the optimizer, too, with its scales of FP8 that 16-bit jobs do not use
     (`MixedPrecisionConfig.setup`).
@@ -317,8 +318,10 @@ def _mixed_precision(value: object) -> dict[str, Any]:
         return {"fp8_recipe": "tensorwise", **value} if isinstance(value, Mapping) else {}
     text = value.replace("-", "_")
     base = "fp16" if text.startswith("fp16") else "bf16"
-    named: dict[str, Any] = next((each for name, each in TABLES["precisions"].items() if name in text), {})
-    return {base: True, "grad_reduce_in_fp32": base == "bf16", "fp8_recipe": "tensorwise", **named}
+    if (named := TABLES["precisions"].get(text)) is None:
+        fix = f"use a known one, such as {', '.join(get_close_matches(text, TABLES['precisions'], n=4, cutoff=0.0))}"
+        notes.report("mixed_precision", "is not a mixed precision of Megatron-Bridge", value=value, fix=fix)
+    return {base: True, "grad_reduce_in_fp32": base == "bf16", "fp8_recipe": "tensorwise", **(named or {})}
 
 
 def _vocabulary(flags: Flags, model: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Any:

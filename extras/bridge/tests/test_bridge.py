@@ -101,7 +101,8 @@ def test_adapters_lengths_and_precision() -> None:
 
 def test_a_precision_aware_optimizer_of_bridge_holds_whole_main_parameters() -> None:
     aware = "optimizer.use_precision_aware_optimizer=true"
-    recipes = {"bf16_mixed": "tensorwise", "bf16-with-mxfp8-mixed": "mxfp8", "nanov2_bf16_with_fp8_mixed": "blockwise"}
+    recipes = {"bf16_mixed": "tensorwise", "bf16-with-mxfp8-mixed": "mxfp8"}
+    recipes["nanov2_bf16_with_fp8_current_scaling_mixed"] = "blockwise"
     for name, recipe in recipes.items():
         settings = imported("llama3_8b.yaml", aware, f"mixed_precision={name}").data["train"]["settings"]
         assert settings["fp8_recipe"] == recipe
@@ -114,6 +115,18 @@ def test_a_named_mixed_precision_has_its_wide_layers_and_fp8_weights() -> None:
     assert settings["first_last_layers_bf16"] is settings["fp8_param_gather"] is True
     assert settings["num_layers_at_end_in_bf16"] == 2
     assert "grad_reduce_in_bf16" not in settings  # Megatron-Bridge overwrites it by the recipe's
+
+
+@pytest.mark.parametrize("name", ["bf16_with_nvfp4_mixed", "bf16_with_fp8_current_scaling_mixed"])
+def test_the_format_of_a_precision_is_predicted(name: str) -> None:
+    notes = {each.key for each in imported("llama3_8b.yaml", f"mixed_precision={name}").notes}
+    assert not {key for part in notes for key in part.split(", ")} & {"mixed_precision.fp8", "mixed_precision.fp4"}
+
+
+def test_an_unknown_mixed_precision_is_an_error() -> None:
+    with pytest.raises(SpecError, match=r"fp16_with_mxfp8_mixed") as caught:
+        imported("llama3_8b.yaml", "mixed_precision=fp16_with_mxfp4_mixed")
+    assert [each.key for each in caught.value.problems] == ["mixed_precision"]
 
 
 def test_overrides_and_files_of_overrides_change_the_config(tmp_path: Path) -> None:

@@ -93,6 +93,26 @@ def test_a_server_of_a_chip_without_bf16_computes_in_fp16() -> None:
         plan("T4", dtype="bfloat16")
 
 
+@pytest.mark.parametrize(
+    ("model", "chip", "rule"),
+    [
+        ("openai/gpt-oss-20b", "T4", "nvidia_stored_mxfp4"),
+        ("Qwen/Qwen3-0.6B-AWQ", "V100-32GB", "nvidia_stored_awq"),
+        ("Qwen/Qwen3-0.6B-GPTQ-Int4", "V100-32GB", ""),
+        ("Qwen/Qwen3-0.6B-AWQ", "T4", ""),
+        ("openai/gpt-oss-20b", "A100-80GB", ""),
+    ],
+)
+def test_weights_are_served_only_in_formats_that_the_chip_has_kernels_for(model: str, chip: str, rule: str) -> None:
+    cluster, space = {"chip": chip, "nodes": 1, "devices_per_node": 1}, {"max_num_seqs": [1]}
+    job = {"model": model, "cluster": cluster, "serve": {"engine": "vllm"}, "auto_tuner": {"space": space}}
+    if not rule:
+        assert estimate(job).candidates
+        return
+    with pytest.raises(NothingFits, match=rule):
+        estimate(job)
+
+
 def test_only_recipes_of_the_newest_chips_have_graphs() -> None:
     def settings(name: str) -> Mapping[str, KnobValue]:
         (chip,) = (each for each in plugin.flagcore_chips() if each.name == name)
