@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from flagcore.contracts import Problem
-from flagcore.domain.chip import ASSUMED_NETWORK, MUCH_SLOWER, Support, slowness
+from flagcore.domain.chip import ASSUMED_NETWORK, MUCH_SLOWER, TRAINED, Support, slowness
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.secrets import redact_data
 from flagcore.domain.spec import AUTO, PRECISIONS, Task
@@ -33,7 +33,8 @@ def warn_about_problem(problem: Problem) -> None:
     if reasons := [reason for reason in (unknown, engine.untested) if reason]:
         names = {"engine": name, "chip": task.cluster.chips, "reason": "; ".join(map(_, reasons))}
         lines.append(_("{engine} on {chip}: untested; {reason}", **names))
-    warn([*lines, *_idle_devices(problem), *_task_notes(task), *problem.platform.conflicts])
+    lines += [problem.platform.precision_reason] if task.spec.work.precision != TRAINED[0] else []
+    warn([*filter(None, lines), *_idle_devices(problem), *_task_notes(task), *problem.platform.conflicts])
     warn(problem.platform.unmodelled)
     warn(engine.warnings(task))
 
