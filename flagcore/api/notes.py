@@ -4,8 +4,6 @@ import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
-
 from flagcore.contracts import Problem
 from flagcore.domain.chip import ASSUMED_NETWORK, MUCH_SLOWER, TRAINED, Support, slowness
 from flagcore.domain.cluster import NodeGroup
@@ -100,7 +98,7 @@ def _idle_devices(problem: Problem) -> list[str]:
         change = _("set {knobs} to auto in auto_tuner.space, or ", knobs=", ".join(listed)) if listed else ""
         return [text + change + _("set auto_tuner.cards: {most}", most=max_used)]
     first = recommended_row(problem)
-    if first is not None and np.isfinite(problem.predictions.step_time_s[first]):
+    if first is not None:
         of_plan = int(used[rows == first][0])
         text = _("the recommended candidate uses {used} of {usable} devices", used=of_plan, usable=usable_count)
         return [text] if of_plan < usable_count else []
