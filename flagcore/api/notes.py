@@ -4,10 +4,8 @@ import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
-
 from flagcore.contracts import Problem
-from flagcore.domain.chip import ASSUMED_NETWORK, MUCH_SLOWER, Support, slowness
+from flagcore.domain.chip import ASSUMED_NETWORK, MUCH_SLOWER, TRAINED, Support, slowness
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.secrets import redact_data
 from flagcore.domain.spec import AUTO, PRECISIONS, Task
@@ -33,7 +31,8 @@ def warn_about_problem(problem: Problem) -> None:
     if reasons := [reason for reason in (unknown, engine.untested) if reason]:
         names = {"engine": name, "chip": task.cluster.chips, "reason": "; ".join(map(_, reasons))}
         lines.append(_("{engine} on {chip}: untested; {reason}", **names))
-    warn([*lines, *_idle_devices(problem), *_task_notes(task), *problem.platform.conflicts])
+    lines += [problem.platform.precision_reason] if task.spec.work.precision != TRAINED[0] else []
+    warn([*filter(None, lines), *_idle_devices(problem), *_task_notes(task), *problem.platform.conflicts])
     warn(problem.platform.unmodelled)
     warn(engine.warnings(task))
 
@@ -99,7 +98,7 @@ def _idle_devices(problem: Problem) -> list[str]:
         change = _("set {knobs} to auto in auto_tuner.space, or ", knobs=", ".join(listed)) if listed else ""
         return [text + change + _("set auto_tuner.cards: {most}", most=max_used)]
     first = recommended_row(problem)
-    if first is not None and np.isfinite(problem.predictions.step_time_s[first]):
+    if first is not None:
         of_plan = int(used[rows == first][0])
         text = _("the recommended candidate uses {used} of {usable} devices", used=of_plan, usable=usable_count)
         return [text] if of_plan < usable_count else []

@@ -13,7 +13,7 @@ from flagcore.domain.prediction import Labels
 from flagcore.domain.records import read_prediction
 from flagcore.domain.space import KnobValue
 from flagcore.i18n import N_, _, ngettext
-from flagcore.report.formats import Notebook, hardware_text, known_columns, render, shown, table, table_columns
+from flagcore.report.formats import NAMES, Notebook, hardware_text, known_columns, render, shown, table, table_columns
 from flagcore.report.text import (
     assumed_text,
     bottleneck_text,
@@ -191,7 +191,7 @@ def estimate_columns(estimate: Estimate) -> dict[str, str]:
     """Return the columns of the candidates' table: for each heading, the dotted key of the value in a candidate's
     record."""
     rows = estimate.candidates
-    is_served = any("objective" in each for each in rows)
+    is_served = estimate.objective not in NAMES["training_units"]
     figures = table_columns("predicted_serving" if is_served else "predicted")
     if is_served and estimate.objective not in figures.values():
         figures = {f"~{heading(estimate.objective)}": "objective.value", **figures}

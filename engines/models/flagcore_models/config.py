@@ -442,4 +442,11 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
         found = error
     else:
         return model
-    raise join_errors([located(each, path, file) for each in found.problems])
+    raise join_errors([located(_as_written(each, config), path, file) for each in found.problems])
+
+
+def _as_written(error: SpecError, config: Mapping[str, Any]) -> SpecError:
+    """Return an error with the key that `config` has in place of its usual name."""
+    written = [key for key in config if error.key == ALIASES.get(key, key) and config[key] is not None]
+    key = error.key if error.key in (*written, "") else next(iter(written), error.key)
+    return spec_error(key, error.problem, value=error.value, fix=error.fix, file=error.file)

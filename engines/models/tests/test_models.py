@@ -211,6 +211,11 @@ def test_no_experts_or_no_layer_with_them_is_a_dense_model(at: At) -> None:
         (config("dory", 6, 256, 512, 8, 99, n_output_layers=0), "loop_start", "not a loop"),
         (config("dory", 600, 256, 512, 8, 99, n_recurrent_loops=2), "num_hidden_layers", "more than 1,000"),
         (GEMMA3 | {"layer_types": ["full_attention"]}, "layer_types", "num_hidden_layers = 12"),
+        (
+            config("zamba2", 6, 256, 512, 8, 99, layers_block_type=["mamba"]),
+            "layers_block_type",
+            "num_hidden_layers = 6",
+        ),
         (DEEPSEEK_V3 | {"num_key_value_heads": 8}, "num_key_value_heads", "must equal"),
         (DEEPSEEK_V2_LITE | {"num_experts_per_tok": None}, "num_experts_per_tok", "from 1 to"),
         (LLAMA3 | {"quantization_config": "fp8"}, "quantization_config", "mapping"),

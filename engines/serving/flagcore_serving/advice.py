@@ -99,7 +99,9 @@ def _of_speculation(spec: Spec, program: Program) -> Iterator[str]:
         if all(load.accepted(scheme) for load in spec.serve.loads):
             continue
         text, fix = f"{common_knobs.SPECULATION} = {word}", "set serve.profile.acceptance"
-        if scheme in USUAL:
+        if scheme in USUAL and scheme != "mtp" and program.draft_flag not in ("", *program.split(spec).others):
+            yield f"{text} is not tried: it needs a draft; set serve.engine_args.{program.draft_flag}"
+        elif scheme in USUAL:
             yield f"{text} is predicted with a usual acceptance of {USUAL[scheme]} before its first trial; {fix}"
         else:
             why = "how often drafts are right depends on the traffic"

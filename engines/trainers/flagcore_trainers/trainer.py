@@ -150,7 +150,7 @@ class Trainer(Engine):
         """Return the user's command with its configuration file. Raises SpecError."""
         train, config = spec.train, self.config_of(spec)
         if train.command is None:
-            problem, fix = _("is missing"), "write the command that starts your program, as a list of words"
+            problem, fix = _("is missing"), "write the words of your command, or let `flag import -- COMMAND` do it"
             raise SpecError(key="train.command", problem=problem, fix=fix)
         for name, row in self.described.knobs.items():
             if row.env and (

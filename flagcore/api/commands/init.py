@@ -10,7 +10,7 @@ from flagcore.api.inputs import LoadedSpec, check_chips, check_spec
 from flagcore.api.notes import LOG
 from flagcore.contracts import ImportedSpec
 from flagcore.domain.chip import USUAL_DEVICES
-from flagcore.domain.spec import ImportNote
+from flagcore.domain.spec import AUTO, ImportNote
 from flagcore.launchers.script import job_name
 from flagcore.spec.clusters import ClusterSection
 from flagcore.spec.models import absolute_model, model_from
@@ -58,8 +58,8 @@ def spec_of_model(
 ) -> LoadedSpec:
     """Return a spec for a model without a file, with its name and the defaults of a new spec. Raises SpecError.
 
-    `engine`: None means the engine that is the default for plans. `chip`: None means that of this machine. `devices`:
-    the number per node; None means all. A kind of jobs may have other defaults `for_devices`.
+    The precision of training is `auto`. `engine`: None means the default for plans. `chip`: None means that of this
+    machine. `devices`: the number per node; None means all. A kind of jobs may have other defaults `for_devices`.
     """
     kinds = plugins.usable(plugins.kinds(), LOG.debug).values()
     engine = engine or next((kind.plans_with for kind in kinds if kind.plans_with), "")
@@ -68,6 +68,7 @@ def spec_of_model(
     count = cluster["nodes"] * (devices or (USUAL_DEVICES if chip or nodes else 1))
     documents = _documents_of(engine)
     values = documents.for_devices(count) if hasattr(documents, "for_devices") else documents.DEFAULTS
+    values = {key: AUTO if key == "precision" else value for key, value in values.items()}
     return LoadedSpec(job_name(Path(model).name), _data_of(engine, model, cluster, values))
 
 

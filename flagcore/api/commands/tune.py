@@ -231,7 +231,6 @@ class _EngineRun:
         directory, storage = self.directory, self.storage
         directory.open(new=self.new)
         warn_about_problem(problem)
-        warn(filter(None, [problem.platform.precision_reason]))
         if self.spec.control.fidelity == RUN:
             warn(filter(None, [crowded_baseline_text(problem)]))
         candidate = problem.baseline if self.spec.control.fidelity == RUN else None

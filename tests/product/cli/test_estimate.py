@@ -209,9 +209,9 @@ def test_a_misspelt_chip_gets_suggestions(flag: Flag, project: Project, answered
         ({"chip": "MLU590-H8"}, {}, ("peak rate of MLU590-H8 in bf16", "link", "`flag calibrate`")),
         ({"chip": "C588"}, {}, ("memory bandwidth of C588", "`flag calibrate`")),
         (
-            {"chip": "A100-80GB"},
+            {"chip": "MI455X"},
             {"precision": "fp8"},
-            ("A100-80GB lists no rate in fp8", "use train.precision", "bf16"),
+            ("MI455X lists no rate in fp8", "use train.precision", "bf16"),
         ),
     ],
 )
@@ -233,6 +233,16 @@ def test_candidates_without_a_time_have_a_reason(flag: Flag, answer: Answer, pro
     assert output.startswith("Candidates with the least memory on 2 x C588:")
     assert all(text in output for text in (" have no predicted time", reason, "calibrate"))
     assert "fastest" not in output
+
+
+def test_servers_without_a_time_have_their_own_columns_and_idle_devices_are_reported(
+    flag: Flag, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = ("estimate", "--model", "Qwen/Qwen3-0.6B", "--chip", "C600", "--devices", "8", "--top", "1")
+    found = flag(*plan).worked()
+    assert "~TTFT p50 s" in found.out
+    assert "~step s" not in found.out
+    assert "the recommended candidate uses 1 of 8 devices" in caplog.text
 
 
 def test_a_limit_in_short_is_that_limit_and_the_last_line_of_a_plan_keeps_it(flag: Flag, answer: Answer) -> None:

@@ -16,7 +16,7 @@ import yaml
 
 from flagcore import api
 from flagcore.api.inputs import fixed_task, open_spec
-from flagcore.errors import UsageError
+from flagcore.errors import NothingFits, UsageError
 from flagcore.report.estimate import ChipPlan, Mixing, mixing_text, verdict
 from tests.checks import given
 from tests.product.cli.conftest import FLAG, Answer, Flag, Project
@@ -168,6 +168,18 @@ def test_a_public_model_is_planned_without_a_file(flag: Flag, answer: Answer) ->
     for wrong in (("spec.yaml",), ("--jobs", "-")):
         assert flag("estimate", *options[:4], *wrong).code == 2
     assert "Qwen/Qwen3-8B" in flag("estimate", "--model", "Qwen/Qwen3-8", "--chip", "H100").err
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_training_without_a_file_has_a_precision_that_the_chip_has_and_others_are_refused(engine: str) -> None:
+    expected = {"V100-32GB": ("fp16", {"bf16", "fp8"}), "T4": ("fp16", {"bf16", "fp8"})}
+    expected |= {"A100-80GB": ("bf16", {"fp8"}), "H100-SXM": ("bf16", {"nvfp4"}), "C550": ("bf16", {"fp8"})}
+    for chip, (precision, refused) in expected.items():
+        spec = api.spec_of_model("Qwen/Qwen3-0.6B", engine=engine, chip=chip, devices=8)
+        assert open_spec(spec, None, (), plan=True).problem.task.spec.work.precision == precision
+        for name in refused:
+            with pytest.raises(NothingFits, match=f"precision = {name}"):
+                open_spec(api.changed_spec(spec, {"train.precision": name}), None, (), plan=True)
 
 
 def test_exports_of_models_have_their_names(flag: Flag) -> None:
