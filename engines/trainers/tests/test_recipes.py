@@ -431,7 +431,7 @@ def test_a_kept_command_is_exported_with_the_values_of_a_candidate(
 def test_a_plan_without_a_command_is_not_exported(folder: Path) -> None:
     (folder / "own.yaml").write_text(AXOLOTL)
     data = read_command(None, ["own.yaml"], chip="H100-SXM").data
-    for engine, problem in (("deepspeed", r"train\.command"), ("fsdp2", "no real job")):
+    for engine, problem in (("deepspeed", r"train\.command"), ("fsdp2", "none that could be started")):
         train = {**data["train"], "engine": engine, "command": None, "directory": None}
         platform = planned({**data, "train": train, "auto_tuner": {}})
         neutral = Candidate.of({knob.name: knob.neutral for knob in platform.engine.knobs})
