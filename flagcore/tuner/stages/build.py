@@ -140,7 +140,8 @@ def rejection_rules(axes: Sequence[Axis], value_rules: Sequence[ValueRule], spec
         if refused.knob in axis_by_knob:
             rules.append(_knob_rule(axis_by_knob[refused.knob], refused))
         elif refused.knob in JOB_KEYS or refused.knob.startswith(SHARED_PREFIXES):
-            value, key = _value_of(spec, refused.knob), f"{spec.work.kind}.{refused.knob}"
+            value, of_weights = _value_of(spec, refused.knob), refused.knob == "quant_method"
+            key = "model" if of_weights else f"{spec.work.kind}.{refused.knob}"
             why = Message("{why}; change {key}, or use another chip", why=Message(refused.reason), key=key)
             rules.append(_job_rule(axes[0], refused.name, refused.knob, value, value in refused.values, why))
         else:
