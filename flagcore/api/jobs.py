@@ -73,7 +73,6 @@ def predict_records(records: Sequence[Mapping[str, Any]], loaded: LoadedPlugins)
 
 
 def _printable_id(line: object) -> str | None:
-    """Return the id of a job record as printable text."""
     name = line.get("id") if isinstance(line, Mapping) else None
     return name.encode("utf-8", errors="replace").decode() if isinstance(name, str) else None
 

@@ -153,7 +153,6 @@ def _fix(given: Input, found: Found) -> str:
 
 
 def _text(program: Program) -> str:
-    """Return a program as one text."""
     if isinstance(program, FailedScript):
         return program.reason
     return shlex.join((f"image {program.image}", *program.words) if program.image else program.words)

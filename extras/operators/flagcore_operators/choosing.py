@@ -78,7 +78,6 @@ def choose(
 
 
 def _excluded(results: Sequence[Mapping[str, Any]], reasons: Mapping[str, str]) -> dict[str, str]:
-    """Return `reasons` against implementations, with those that follow from results."""
     excluded = dict(reasons)
     for row in results:
         if "seconds" not in row:

@@ -23,7 +23,6 @@ SCHEDULES = {
 
 
 def device_meshes(job: Job) -> Meshes:
-    """Return the meshes of all ranks."""
     each, kind = job.candidate, "cpu"
     weights = (each.pipeline, each.replicate, each.shard * each.context, each.tensor)
     samples = (each.pipeline, job.replicas, each.context, each.tensor)
