@@ -57,14 +57,11 @@ def test_tensor_parallel_overlap_is_a_knob_of_split_layers() -> None:
     assert knobs["iluvatar_zero_bubble"].effects["zb-h1"].flags == ("--enable-zbh1-pipeline",)
 
 
-TEXTS = saved_outputs(Path(__file__).parent / "smi")
-
-
 def test_uuids_are_listed_by_index() -> None:
     assert discover.uuids("0, GPU-1a2b\n1, GPU-3c4d\nN/A\n") == {0: "GPU-1a2b", 1: "GPU-3c4d"}
 
 
-TABLE = TEXTS["ixsmi-5.txt"]
+TABLE = saved_outputs(Path(__file__).parent / "smi")["ixsmi-5.txt"]
 
 
 def test_a_name_without_the_vendor_is_unchanged() -> None:

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +163,9 @@ class Bed:
         line = process.stdout.readline()
         assert line == "ready\n", f"{name} does not start: {line}"
         self._started[name] = process
-        (self._first[name],) = children(process.pid)
+        (self._first[name],) = [
+            each for each in guard.all_processes() if (guard.read_ids(each) or (0,))[0] == process.pid
+        ]
 
     def boot(self, name: str) -> None:
         """Start a host, again if it was off: with an empty disk."""
@@ -344,11 +345,6 @@ def _client_port(pid: int) -> int:
     """Return the port on h0 of the connection by which a process was started; 0 if it has ended."""
     found = re.search(rb"\0SSH_CONNECTION=\S+ (\d+) ", b"\0" + guard.read_proc(pid, "environ"))
     return int(found[1]) if found else 0
-
-
-def children(pid: int) -> Sequence[int]:
-    """Return the processes that a process started."""
-    return [each for each in guard.all_processes() if (guard.read_ids(each) or (0,))[0] == pid]
 
 
 def _run(*argv: str) -> str:
