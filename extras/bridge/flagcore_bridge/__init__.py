@@ -210,11 +210,7 @@ _USED |= {f"{section}.{key}" for section in TABLES["with_settings"] for key in _
 
 
 def translate(
-    config: Mapping[str, Any],
-    file: str,
-    name: str,
-    chips: Callable[[], Sequence[Chip]],
-    added: Collection[str] = (),
+    config: Mapping[str, Any], file: str, name: str, chips: Callable[[], Sequence[Chip]], added: Collection[str] = ()
 ) -> tuple[dict[str, Any], tuple[ImportNote, ...]]:
     """Return the data of a spec for a config, and notes.
 

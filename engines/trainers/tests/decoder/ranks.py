@@ -13,12 +13,7 @@ from torch.nn import functional
 from engines.trainers.tests.decoder.job import Job, Meshes
 from engines.trainers.tests.decoder.model import DTYPES
 
-SCHEDULES = {
-    "1f1b": "1F1B",
-    "interleaved": "Interleaved1F1B",
-    "zbv": "ZBVZeroBubble",
-    "dualpipev": "DualPipeV",
-}
+SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
 """The schedule of `torch.distributed.pipelining` of each value of the knob."""
 
 
