@@ -128,15 +128,7 @@ def test_commands_work_without_any_engine_or_plugin(tmp_path: Path) -> None:
     (site / "flagcore").symlink_to(ROOT / "flagcore")
     (tmp_path / "spec.yaml").write_text(SPEC)
     (tmp_path / "served.yaml").write_text(SERVED)
-    asked = (
-        "--help",
-        "plugins list",
-        "devices",
-        "doctor",
-        "schema",
-        "tune spec.yaml",
-        "tune served.yaml",
-    )
+    asked = ("--help", "plugins list", "devices", "doctor", "schema", "tune spec.yaml", "tune served.yaml")
     words = [sys.executable, "-S", "-E", "-c", PROGRAM, str(site), json.dumps([each.split() for each in asked])]
     answers = json.loads(subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=True).stdout)
     assert [code for code, _, _ in answers] == [0, 0, 4, 0, 0, 2, 2]

@@ -57,7 +57,8 @@ def estimate_jobs(lines: Iterable[Line], *, without: Collection[str] = (), at_on
         jobs, remaining_lines, seen_ids, invalid = _Jobs(loaded), iter(lines), set[str](), 0
         while batch := list(islice(remaining_lines, at_once)):
             for line, answer in zip(batch, jobs.answers(batch), strict=True):
-                name = _printable_id(line)
+                given = line.get("id") if isinstance(line, Mapping) else None
+                name = given.encode("utf-8", errors="replace").decode() if isinstance(given, str) else None
                 if name in seen_ids:
                     duplicate_warning = f"an earlier record has the id {name}"
                     answer = {**answer, "warnings": [*answer.get("warnings", ()), duplicate_warning]}
@@ -70,12 +71,6 @@ def estimate_jobs(lines: Iterable[Line], *, without: Collection[str] = (), at_on
 def predict_records(records: Sequence[Mapping[str, Any]], loaded: LoadedPlugins) -> list[Answer]:
     """Return the prediction of each job record, without details. An invalid record has a status and a reason."""
     return _Jobs(loaded, details=False).answers(records)
-
-
-def _printable_id(line: object) -> str | None:
-    """Return the id of a job record as printable text."""
-    name = line.get("id") if isinstance(line, Mapping) else None
-    return name.encode("utf-8", errors="replace").decode() if isinstance(name, str) else None
 
 
 def _rejection(error: FlagError) -> Answer:

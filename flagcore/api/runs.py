@@ -166,7 +166,12 @@ def read_run(path: Path) -> Run:
             raise RunError(_("{file} is missing; restore it, or use --new to start over", file=path / IDENTITY))
         raise RunError(_("{folder} is not a run; `flag tune` creates one, in `--run-dir`", folder=path))
     saved, url = saved_trials(path, data), identity["fixed"].get("storage")
-    journal = _stored(identity["run"], url) if url else read_journal(path, identity["run"])
+    if url:
+        from flagcore.tuner.store import stored_trials  # importing optuna is slow
+
+        journal = Journal(trials={each.number: each for each in stored_trials(identity["run"], url)})
+    else:
+        journal = read_journal(path, identity["run"])
     missing = {each.number: each for each in saved if each.number not in journal.trials}
     notes = journal.notes(redact_text(url) if url else path / JOURNAL, missing)
     trials = tuple(each for _number, each in sorted({**missing, **journal.trials}.items()))
@@ -183,13 +188,6 @@ def read_run(path: Path) -> Run:
     else:
         fields = trial_fields(trials, fidelity)
     return Run(folder=path, spec=spec, data=data, fidelity=fidelity, notes=tuple(notes), **fields)
-
-
-def _stored(run: str, url: str) -> Journal:
-    """Return the trials of a run in an Optuna storage, as those of a journal without damage."""
-    from flagcore.tuner.store import stored_trials  # importing optuna is slow
-
-    return Journal(trials={each.number: each for each in stored_trials(run, url)})
 
 
 def trial_fields(stored: Sequence[Trial], fidelity: str) -> dict[str, Any]:

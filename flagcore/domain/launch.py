@@ -234,7 +234,7 @@ def classify(
     if found := first_match(lines, (*patterns, _FULL_DISK)):
         pattern, match = found
         line = redact_text(match.groupdict().get("reason") or match.string, known)[:LONGEST_REASON]
-        reason = _without_state(pattern.state, line)
+        reason = line.removeprefix(f"{pattern.state.value.replace('_', ' ')}: ") or line
         return pattern.state, reason + (f" ({pattern.advice})" if pattern.advice else "")
     if ended.code in (-9, 137):
         return TrialState.OUT_OF_MEMORY, N_("killed by the system with SIGKILL: probably out of memory")
@@ -258,12 +258,6 @@ def first_match(
             if not is_consequence and (match := re.search(each.pattern, line)):
                 return each, match
     return None
-
-
-def _without_state(state: TrialState, line: str) -> str:
-    """Return a log line without the name of `state` at its start, such as `out of memory: `."""
-    name, colon, rest = line.partition(": ")
-    return rest if colon and rest and name == state.value.replace("_", " ") else line
 
 
 def log_tail(folder: str) -> str:

@@ -23,11 +23,11 @@ from flagcore.report.text import (
     heading,
     interval_text,
     knob_of,
+    latency_name,
     nearest_limit,
     part_name,
     record_line,
     search_time_text,
-    slo_text,
     values_text,
     word_of,
 )
@@ -288,7 +288,8 @@ def _candidates_table(estimate: Estimate) -> str:
     columns, rows = estimate_columns(estimate), estimate.candidates
     if any("slo" in each for each in rows):
         columns |= {"SLO": "slo_text"}
-        rows = tuple({**each, "slo_text": slo_text(each["slo"])} for each in rows)
+        missed = [", ".join(_("{name} too high", name=latency_name(name)) for name in each["slo"]) for each in rows]
+        rows = tuple({**each, "slo_text": text or _("met")} for each, text in zip(rows, missed, strict=True))
     width = len(str(rows[-1]["number"]))
     marks = (
         {
@@ -301,7 +302,6 @@ def _candidates_table(estimate: Estimate) -> str:
 
 
 def _recommended_text(estimate: Estimate) -> str:
-    """Return why the marked candidate is recommended."""
     best = estimate.recommended
     nearest = nearest_limit(flat_statistics(best), estimate.limits)
     limit = "; " + _("nearest limit: {limit}", limit=nearest[0]) if nearest else ""

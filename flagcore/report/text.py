@@ -362,11 +362,6 @@ def nearest_limit(figures: Mapping[str, float], limits: Mapping[str, float]) -> 
     return _(text, latency=latency_name(name), value=value, share=shares[name], limit=limits[name]), shares[name]
 
 
-def slo_text(missed: Mapping[str, float]) -> str:
-    """Return a text that a prediction meets the latency limits, or with the metrics that exceed them."""
-    return ", ".join(_("{name} too high", name=latency_name(name)) for name in missed) or _("met")
-
-
 def latency_name(figure: str) -> str:
     """Return the usual name of a latency's statistic, such as p99 TTFT."""
     latency, _, statistic = figure.partition(".")

@@ -11,11 +11,9 @@ from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.domain.space import FloatArray
 from flagcore.physics.roofline import Curve, KernelCostStack, Roofline, with_slowdown
 
-DATASHEET = Source(kind="datasheet", detail="made up for this test")
-
 
 def fact(value: float) -> Fact:
-    return Fact(value=value, source=DATASHEET)
+    return Fact(value=value, source=Source(kind="datasheet", detail="made up for this test"))
 
 
 CHIP = Chip(

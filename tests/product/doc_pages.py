@@ -35,7 +35,6 @@ class Block:
 
 
 def blocks_of(page: str, text: str) -> tuple[Block, ...]:
-    """Return the fenced blocks of a page, in their order."""
     found = []
     for match in FENCE.finditer(text):
         caption = CAPTION.search(text[: match.start()])
@@ -49,5 +48,4 @@ BLOCKS = tuple(block for page in PAGES for block in blocks_of(page, without_bloc
 
 
 def prose(page: str) -> str:
-    """Return a page without its blocks."""
     return FENCE.sub("", TEXT[page])

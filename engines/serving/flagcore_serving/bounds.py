@@ -58,8 +58,7 @@ class ServingBounds(Bounds):
                 name="beyond_the_best",
                 knobs=tuple(names[:count]),
                 message=Message(
-                    "the space is large, and by a quick estimate this is not among its {kept:,} best",
-                    kept=KEPT,
+                    "the space is large, and by a quick estimate this is not among its {kept:,} best", kept=KEPT
                 ),
                 broken=best.excludes,
                 least_rows=LARGE,

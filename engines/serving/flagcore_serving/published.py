@@ -136,10 +136,7 @@ def _assumed(
         codes = merge.canonical(engine.columns(task, values))
         found |= {name: words[name][code[0] - 1] for name, code in codes.items() if code[0]}
     assumed = ", ".join(f"{name} = {json.dumps(found[name])}" for name in sorted(found))
-    return (
-        *lines,
-        *([f"experts on several hosts are assumed as in published recipes: {assumed}"] if assumed else ()),
-    )
+    return (*lines, *([f"experts on several hosts are assumed as in published recipes: {assumed}"] if assumed else ()))
 
 
 def _weights_share(task: Task, values: Mapping[str, KnobValue]) -> float:

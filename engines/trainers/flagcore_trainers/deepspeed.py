@@ -12,9 +12,7 @@ from typing import Any
 
 import numpy as np
 from flagcore_importers.dialect import SUFFIXES
-from flagcore_models.layers import (
-    attention_counts,
-)
+from flagcore_models.layers import attention_counts
 from flagcore_training.adapters import as_noted
 from flagcore_training.commands import parse
 from flagcore_training.frameworks import framework_of, kept_framework, reading, refuse_trials
@@ -40,13 +38,7 @@ from flagcore_trainers.fully_shard.traffic import INTERVAL, with_torch_attention
 from flagcore_trainers.fully_shard.weights import small_weights
 from flagcore_trainers.importing import DEEPSPEED as DEEPSPEED_SETTINGS
 from flagcore_trainers.importing import MICRO as MICRO_FLAG
-from flagcore_trainers.importing import (
-    MICRO_KEY,
-    Imported,
-    check_sizes,
-    effects_of_deepspeed,
-    spec_of_deepspeed,
-)
+from flagcore_trainers.importing import MICRO_KEY, Imported, check_sizes, effects_of_deepspeed, spec_of_deepspeed
 from flagcore_trainers.meaning import RECOMPUTE, WholeModel, layout_of, training, weights_of_rank, with_fused_kernels
 from flagcore_trainers.program import KnobRow, StateSection
 from flagcore_trainers.recipes import on_deepspeed

@@ -204,9 +204,7 @@ def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...
             "attention_heads",
             (TP,),
             Message(
-                "{tp} must divide num_attention_heads = {heads}",
-                tp=knobs.get(TP, TP),
-                heads=", ".join(map(str, heads)),
+                "{tp} must divide num_attention_heads = {heads}", tp=knobs.get(TP, TP), heads=", ".join(map(str, heads))
             ),
             lambda n: math.gcd(*heads) % n[TP] != 0,
         ),

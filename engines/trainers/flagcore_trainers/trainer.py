@@ -339,12 +339,7 @@ class Trainer(Engine):
             raise NoMetrics(f"{problem}; {fix} train.program.log.step, the pattern of a line per step{shown}{log.note}")
         warmup = warmup_of_fewer(len(times), warmup_steps(times, task.spec.control.warmup_iters))
         return measurement(
-            task,
-            times,
-            warmup,
-            losses=log.losses,
-            peak_allocated_bytes=log.peak_bytes,
-            effective=self.effective(log),
+            task, times, warmup, losses=log.losses, peak_allocated_bytes=log.peak_bytes, effective=self.effective(log)
         )
 
     def answers(self, task: Task, change: str, folder: str, baseline: str) -> Answers | None:

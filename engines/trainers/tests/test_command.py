@@ -105,11 +105,7 @@ def test_what_does_not_reach_the_program_is_a_warning() -> None:
     words = ("train", "width={width}", "{grad_acc}", "{nnodes}", "{interface}", "{hostfile}")
     lines = engine.spec_warnings(task_of(words, engine_version="9.9").spec)
     assert "{grad_acc}" in lines[0]
-    assert [each.split()[0] for each in lines] == [
-        "train.command",
-        "train.program.knobs.depth",
-        "train.engine_version",
-    ]
+    assert [each.split()[0] for each in lines] == ["train.command", "train.program.knobs.depth", "train.engine_version"]
 
 
 def test_rules_use_what_knobs_mean() -> None:

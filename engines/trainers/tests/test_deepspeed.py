@@ -39,8 +39,7 @@ CONFIG = """{"train_batch_size": 32, "gradient_accumulation_steps": 4,  // see "
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [["--deepspeed", "--deepspeed_config", "ds.json"], ["--deepspeed=ds.json"], ["--ds_config", "ds.json"]],
+    "flags", [["--deepspeed", "--deepspeed_config", "ds.json"], ["--deepspeed=ds.json"], ["--ds_config", "ds.json"]]
 )
 def test_a_candidate_is_a_changed_copy_of_the_configuration(tmp_path: Path, flags: list[str]) -> None:
     (tmp_path / "ds.json").write_text(CONFIG)

@@ -60,7 +60,6 @@ def model(name: str) -> Model:
 def predicted(
     engine: str, model: Model, values: dict[str, Any] | None = None, devices: int = 64, **train: Any
 ) -> Predictions:
-    """Return the predictions of one candidate, which is legal."""
     chosen, command = ENGINES[engine], None if engine == "fsdp2" else ("x", "--deepspeed", "ds.json")
     ranks = {SHARD: devices} if engine == "fsdp2" else {}
     job = task(model, engine=engine, devices=devices, global_batch_size=64, command=command, **train)
@@ -219,9 +218,6 @@ INDEXED = {**LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64}
 ATTENTION = {"layer_types": ["attention"] * 4, "shared_intermediate_size": 80}
 
 
-NETWORK = ("gate_proj", "up_proj", "down_proj")
-
-
 def fsdp2_columns() -> dict[str, Any]:
     return {knob.name: np.array([knob.axis(()).encode(knob.neutral)]) for knob in FSDP2.knobs}
 
@@ -281,7 +277,7 @@ def test_experts_in_fp32_need_twice_their_memory_and_perhaps_more_time() -> None
 
 
 def test_adapters_beside_experts_store_a_second_copy_of_them() -> None:
-    adapters = [Adapter(targets=("q_proj", *each)) for each in ((), NETWORK)]
+    adapters = [Adapter(targets=("q_proj", *each)) for each in ((), ("gate_proj", "up_proj", "down_proj"))]
     jobs = [task(EXPERTS, engine="fsdp2", adapter=each) for each in adapters]
     few, many = (activations(memory_job(job, fsdp2_columns(), fused_norm=False)).stored[0] for job in jobs)
     assert many - few > 2.0 * weights_by_group(EXPERTS)["experts"]

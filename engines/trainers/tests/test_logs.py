@@ -182,11 +182,7 @@ def test_of_a_section_only_the_keys_that_change_time_or_memory_are_named(
         ({}, "--compile.components model --checkpoint.no-enable", ["compile.components"]),
         ({}, "--parallelism.no-enable_sequence_parallel", ["parallelism.enable_sequence_parallel"]),
         ({}, "--config llama3_8b_mxfp8 --training.steps 10", ["--config llama3_8b_mxfp8"]),
-        (
-            {},
-            "--parallelism.pipeline_parallel_schedule Interleaved1F1B",
-            ["parallelism.pipeline_parallel_schedule"],
-        ),
+        ({}, "--parallelism.pipeline_parallel_schedule Interleaved1F1B", ["parallelism.pipeline_parallel_schedule"]),
     ],
 )
 def test_keys_of_torchtitan_are_named(content: dict[str, Any], options: str, expected: list[str]) -> None:

@@ -210,11 +210,7 @@ _USED |= {f"{section}.{key}" for section in TABLES["with_settings"] for key in _
 
 
 def translate(
-    config: Mapping[str, Any],
-    file: str,
-    name: str,
-    chips: Callable[[], Sequence[Chip]],
-    added: Collection[str] = (),
+    config: Mapping[str, Any], file: str, name: str, chips: Callable[[], Sequence[Chip]], added: Collection[str] = ()
 ) -> tuple[dict[str, Any], tuple[ImportNote, ...]]:
     """Return the data of a spec for a config, and notes.
 
@@ -325,7 +321,6 @@ def _mixed_precision(value: object, notes: Notes) -> dict[str, Any]:
 
 
 def _vocabulary(flags: Flags, model: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Any:
-    """Return the vocabulary size of the model or, if it is missing, of the tokenizer."""
     size = model.get("vocab_size") or tokenizer.get("vocab_size")
     if size is None:
         flags.source.report("model.vocab_size", "is missing", fix="add it as an override: model.vocab_size=128256")

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import yaml
 from flagcore_operators import flaggems
-from flagcore_operators.choosing import avoided, choose
 from flagcore_operators.contract import OperatorLibrary, find_library
 from flagcore_operators.dispatched import Dispatcher
 from flagcore_operators.flaggems import VllmFl
-from flagcore_operators.measuring import _of_orders, calibrate_operators
+from flagcore_operators.measuring import _of_orders, avoided, calibrate_operators, choose
 from flagcore_operators.start import SET, effective
 from flagcore_vendorkit.choices import CALIBRATED
 

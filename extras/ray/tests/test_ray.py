@@ -78,7 +78,6 @@ def folders() -> list[Path]:
 
 
 def other(hub: Hub) -> HostsLauncher:
-    """Return the launcher of another tune."""
     return HostsLauncher(name="ray", channel=hub.channel)
 
 

@@ -16,7 +16,6 @@ from extras.testing.tests.faulty import (
     QUIRKS,
     RUN,
     RUN_FILE,
-    SMI,
     SOURCES,
     Fault,
 )
@@ -82,14 +81,12 @@ def foreign(name: str) -> Fault:
 
 
 def memory(check: str, method: str, body: str) -> Fault:
-    """Override a method of the memory model."""
     type_expression = f"type('Model', (PlainMemory,), {{'{method}': {body}}})"
     answer = f"return own and {type_expression}.of(group, fragmentation=0.02, context_bytes=CONTEXT_BYTES)"
     return hook(check, "memory_model", answer, method)
 
 
 def kernels(check: str, method: str, body: str) -> Fault:
-    """Override a method of the kernel costs."""
     type_expression = f"type('Costs', (), {{'__getattr__': lambda self, name: getattr(own, name), '{method}': {body}}})()"
     return hook(check, "kernel_costs", f"return own and {type_expression}", method)
 
@@ -107,7 +104,6 @@ def reading(check: str, figures: str, names: str, also: tuple[str, ...] = ()) ->
 
 
 def support(check: str, change: str, names: str, also: tuple[str, ...] = ()) -> Fault:
-    """Change a field of the support of an engine."""
     return hook(check, "engine_support", f"return own and replace(own, {change})", names, also=also)
 
 
@@ -249,15 +245,15 @@ DETECTION = (
     hook("missing_tool_lists_no_devices", "devices", "return own or (Device(index=0, chip='A0'),)", "A0", also=("visible_devices_are_respected", "vendor_selection_is_respected")),
     hook("broken_tool_lists_no_devices", "devices", "from flagcore_vendorkit.machine import run_tool\n        output = run_tool('acme-smi')\n        assert not output or output.status in (0, None, -25)\n        return own", "AssertionError"),
     hook("hanging_tool_is_stopped", "devices", "import shutil, subprocess\n        if shutil.which('acme-smi'): subprocess.run(['acme-smi'], capture_output=True)\n        return own", "acme-smi", also=("broken_tool_lists_no_devices",)),
-    Fault("hanging_tool_is_stopped", DISCOVER, 'listing=list_with(smi.read, "acme-smi")', 'listing=lambda seconds: list_with(smi.read, "acme-smi")(100.0)', "100 s"),
+    Fault("hanging_tool_is_stopped", DISCOVER, 'listing=list_with(read, "acme-smi")', 'listing=lambda seconds: list_with(read, "acme-smi")(100.0)', "100 s"),
     hook("visible_devices_are_respected", "devices", "return own and tuple(row.device for row in self.detector.rows())", "ACME_VISIBLE_DEVICES"),
     hook("vendor_selection_is_respected", "devices", "return own or tuple(row.device for row in self.detector.rows())", "GEMS_VENDOR", also=("visible_devices_are_respected",)),
-    Fault("broken_tool_lists_no_devices", SMI, "        return Listing()\n", "        if 'ELF' in text: raise ValueError('rubbish')\n        return Listing()\n", "ValueError: rubbish"),
-    Fault("output_of_other_vendors_is_ignored", SMI, "if TITLE not in text:", "text = text.replace('00000000:', '0000:')\n    if 'SMI' not in text:", "Nobody N-100"),
+    Fault("broken_tool_lists_no_devices", DISCOVER, "        return Listing()\n", "        if 'ELF' in text: raise ValueError('rubbish')\n        return Listing()\n", "ValueError: rubbish"),
+    Fault("output_of_other_vendors_is_ignored", DISCOVER, "if TITLE not in text:", "text = text.replace('00000000:', '0000:')\n    if 'SMI' not in text:", "Nobody N-100"),
     Fault("transcripts_have_sources", "tests/smi/acme-smi-2.txt", "", "nothing\n", "acme-smi-2.txt"),
     Fault("transcripts_are_parsed", SOURCES, "devices: 2", "devices: 3", "acme-smi-1.txt"),
-    Fault("truncated_transcripts_add_no_devices", SMI, "    if memory is None:\n        return None\n", "    memory = memory or (0.0, 2.0**34)\n    parts = [*parts, '', '']\n", "truncated"),
-    Fault("garbled_transcripts_add_no_devices", SMI, "    if TITLE not in text:\n        return Listing()", "    if '\\ufffd' in text and 'ELF' not in text:\n        raise ValueError('bytes')\n    if TITLE not in text:\n        return Listing()", "garbled"),
+    Fault("truncated_transcripts_add_no_devices", DISCOVER, "    if memory is None:\n        return None\n", "    memory = memory or (0.0, 2.0**34)\n    parts = [*parts, '', '']\n", "truncated"),
+    Fault("garbled_transcripts_add_no_devices", DISCOVER, "    if TITLE not in text:\n        return Listing()", "    if '\\ufffd' in text and 'ELF' not in text:\n        raise ValueError('bytes')\n    if TITLE not in text:\n        return Listing()", "garbled"),
     Fault("transcript_names_match_one_chip", CHIP, 'chip: "A1"\nvendor: acme\naliases: ["ACME A1"]', "chip: A2\nvendor: acme\naliases: []", "a name of 0 chips", also=("*",)),
 )
 SHIPPED = (
@@ -327,8 +323,8 @@ MEASURED = (
     Fault("transcripts_are_parsed", "tests/smi/acme-smi-1.txt", "+---", "| 2    ACME A1                  | 0000:10:00.0         | 0%                    |\n| 40C  61W / 400W               | broken               |                       |\n+---", "expected 0"),
     hook("topologies_fit_their_chips", "topology", "return own and topology_of(replace(group, chip=self.flagcore_chips()[0]))", "the user stated"),
     reading("telemetry_is_of_its_own_column", "{**figures, 'memory_used_bytes': 65536 * 2**20}", "all of its memory", also=("memory_models_are_plausible",)),
-    Fault("transcripts_are_parsed", SMI, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[0])", "120 MiB", also=("telemetry_is_of_its_own_column",)),
-    Fault("transcripts_are_parsed", SMI, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[1] / 2**20)", "expected 2 'ACME A1' with 65536 MiB"),
+    Fault("transcripts_are_parsed", DISCOVER, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[0])", "120 MiB", also=("telemetry_is_of_its_own_column",)),
+    Fault("transcripts_are_parsed", DISCOVER, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[1] / 2**20)", "expected 2 'ACME A1' with 65536 MiB"),
 )
 SPELLING = (
     Fault("variables_are_spelled_correctly", ENVIRONMENT, "", "  - {name: NCCL_SOCKET_IFNAM, used: eth0, meaning: interface, source: *made_up}\n", "NCCL_SOCKET_IFNAM is not known"),
@@ -361,13 +357,12 @@ PLAUSIBLE = (
     Fault("memory_models_are_plausible", HOOKS, "fragmentation=0.02", "fragmentation=2", "reserved_bytes"),
     reading("telemetry_is_plausible", "{**figures, 'memory_used_bytes': 826.0}", "memory_used_bytes"),
     reading("telemetry_is_plausible", "{**figures, 'power_watts': 350.0, 'power_limit_watts': 61.0}", "power_limit_watts"),
-    Fault("transcripts_are_parsed", SMI, "Device(index=index", "Device(index=index + 1", "indices", also=("*",)),
+    Fault("transcripts_are_parsed", DISCOVER, "Device(index=index", "Device(index=index + 1", "indices", also=("*",)),
     Fault("knobs_are_complete", KNOBS, "{value: 0.97, low: 0.9, high: 1.02}", "{part: tp_comms_s, value: 0.97, low: 0.9, high: 1.02}", "tp_comms_s"),
     Fault("knobs_are_complete", KNOBS, "{value: 0.97, low: 0.9, high: 1.02}", "{value: 97, low: 90, high: 102}", "97"),
 )
 
 def peak(new: str, names: str) -> Fault:
-    """Add a peak to the chip."""
     return Fault("figures_are_plausible", CHIP, "bf16: {value", f"{new}, source: *made_up}}\n  bf16: {{value", names)
 
 
@@ -401,7 +396,7 @@ SLIPS = (
     Fault("engine_support_is_complete", ENGINES_FILE, "distributed_backend: nccl", "distributed_backend: nccl, stack: {implementation: te, source: {kind: estimated, method: a guess}}", "'te'"),
     Fault("advice_on_tasks_is_complete", QUIRKS, "", "preferred:\n  - {engine: vllm, setting: engine_args.block_size, value: 128, reason: fast, source: *made_up}\n", "block_size"),
     Fault("tests_run_the_checks", "tests/test_conformance.py", "class Test", "class My", "PluginConformance"),
-    Fault("transcripts_are_parsed", SMI, "if TITLE not in text:", "print('rows')\n    if TITLE not in text:", "'rows'"),
+    Fault("transcripts_are_parsed", DISCOVER, "if TITLE not in text:", "print('rows')\n    if TITLE not in text:", "'rows'"),
     Fault("commands_ask_for_the_format", SOURCES, "acme-smi-1.txt:", "acme-smi-1.json:", "is json", also=("*",)),
     Fault("torch_of_others_is_not_trusted", DISCOVER, '"+acme" in report.version', "True", "of amd"),
     Fault("published_runs_are_job_records", RUN_FILE, "", RUN % ("A2", "tensor_model_parallel_size", 30), "'A2'"),
@@ -414,12 +409,10 @@ WITHOUT_PROVENANCE = ("kernel_costs_are_valid", "shipped_costs_belong_to_chips")
 
 
 def variable(check: str, entry: str, names: str) -> Fault:
-    """Add a variable."""
     return Fault(check, ENVIRONMENT, "", f"  - {{{entry}, meaning: a limit, source: *made_up}}\n", names)
 
 
 def quirk(check: str, section: str, entry: str, names: str, also: tuple[str, ...] = ()) -> Fault:
-    """Add a section with one entry to the quirks."""
     return Fault(check, QUIRKS, "", f"{section}:\n  - {{{entry}, source: *made_up}}\n", names, also)
 
 
@@ -500,7 +493,7 @@ OF_TESTS = (
     Fault("metadata_is_complete", PYPROJECT, "Apache-2.0", "Apache 2", "'Apache 2'"),
     Fault("project_is_built_and_named", PYPROJECT, 'name = "flagcore-acme"', 'name = "flagcore-acm"', "flagcore-acm"),
     reading("telemetry_is_what_the_tool_prints", "{name: value for name, value in figures.items() if name != 'power_watts'}", "power_watts"),
-    Fault("truncated_transcripts_add_no_devices", SMI, "    if memory is None:\n        return None\n", "    assert memory is not None\n", "AssertionError", ("*",)),
+    Fault("truncated_transcripts_add_no_devices", DISCOVER, "    if memory is None:\n        return None\n", "    assert memory is not None\n", "AssertionError", ("*",)),
     Fault("curves_are_plausible", CURVE, "gemm_share: 0.75", "gemm_share: 0.075", "gemm_share = 0.075", ("kernel_times_are_plausible",)),
 )
 PRODUCT = '{"kernel": "gemm", "precision": "int8", "m": %d, "n": 8192, "k": 8192, "us": 30000}\n'
@@ -519,8 +512,8 @@ OF_DERIVATIONS = (
     Fault("memory_models_are_plausible", "flagcore_acme/hooks.py", "1.2 * 2**30", "1.2 * 2**20", "device_used_bytes(0)", ("constants_have_the_size_that_they_state",)),
     Fault("topology_command_is_known", DISCOVER, "vendor_variables", 'topology=("acme-smi", "topo", "-m"),\n    vendor_variables', "acme-smi topo -m"),
     Fault("devices_are_selected_by_an_own_variable", DISCOVER, "vendor_variables", 'own_variables=("ACMERT_",),\n    vendor_variables', "ACMERT_"),
-    Fault("all_chips_are_read", SMI, "(\\d+)\\s+(\\S.*)", "(\\d+)\\s+(ACME A2.*)", "A1", ("*",)),
-    Fault("uuids_can_be_selected", SMI, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[1]), uuid=f'GPU-0x{index}'", "GPU-0x0"),
+    Fault("all_chips_are_read", DISCOVER, "(\\d+)\\s+(\\S.*)", "(\\d+)\\s+(ACME A2.*)", "A1", ("*",)),
+    Fault("uuids_can_be_selected", DISCOVER, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[1]), uuid=f'GPU-0x{index}'", "GPU-0x0"),
     Fault("failure_patterns_match_only_their_failures", QUIRKS, '"ACME out of memory"', '"ACME out of memory|CUDA error"', "illegal memory access"),
     hook("measured_chip_is_valid", "measured_chip", "return 5", "flagcore_measured_chip"),
     hook("measured_chips_keep_their_names", "measured_chip", "return replace(chip, name='A2')", "'A2'"),
@@ -537,8 +530,8 @@ OF_DERIVATIONS = (
     Fault("quirks_agree_with_their_reasons", QUIRKS, "the vendor's Megatron has uniform recompute only", "the vendor's Megatron uses block everywhere", "'block'"),
 )
 OF_STATES = (
-    Fault("parsers_are_tried_on_transcripts", SMI, "    if memory is None:\n        return None\n", "    if memory is None:\n        return None\n    if index > 7:\n        return f\"device {index} is lost\"\n", "is lost"),
-    Fault("readings_are_found_in_transcripts", SMI, "celsius=", "megahertz=search(r\"(\\d+)MHz\", parts[0])[0],\n            celsius=", "megahertz"),
+    Fault("parsers_are_tried_on_transcripts", DISCOVER, "    if memory is None:\n        return None\n", "    if memory is None:\n        return None\n    if index > 7:\n        return f\"device {index} is lost\"\n", "is lost"),
+    Fault("readings_are_found_in_transcripts", DISCOVER, "celsius=", "megahertz=search(r\"(\\d+)MHz\", parts[0])[0],\n            celsius=", "megahertz"),
     Fault("figures_agree_with_their_second_entry", CHIP, "topology: mesh", "topology: switch", "link.topology = switch"),
     Fault("matrices_of_links_are_read", SOURCES, "  tool: acme-smi\n", "  tool: acme-smi\n  matrix: 8\n", "expected 8"),
     quirk("entries_apply_somewhere", "forced", "name: acme_old, engine: vllm, versions: '>=0.12', setting: engine_args.max-num-seqs, value: 8, reason: releases 0.11.2 and older need it", "0.11.2"),

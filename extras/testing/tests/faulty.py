@@ -28,7 +28,6 @@ CACHES: Any = (
 )
 
 HOOKS = "flagcore_acme/hooks.py"
-SMI = "flagcore_acme/smi.py"
 DISCOVER = "flagcore_acme/discover.py"
 CHIP = "flagcore_acme/chips/a1.yaml"
 ENVIRONMENT = "flagcore_acme/environment.yaml"

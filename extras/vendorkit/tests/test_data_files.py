@@ -309,11 +309,8 @@ def test_the_bounds_of_a_factor_are_around_one(time: tuple[float, float]) -> Non
         Cost(why="slower", time=time)
 
 
-PLUGINS = ExtendedPlugins((), print)
-
-
 def named(job: Task, **advice: Any) -> dict[str, str]:
-    return {each.name: each.why for each in unmodelled(job, ENGINE, PLUGINS, TaskAdvice(**advice))}
+    return {each.name: each.why for each in unmodelled(job, ENGINE, ExtendedPlugins((), print), TaskAdvice(**advice))}
 
 
 def with_model(job: Task, **fields: Any) -> Task:

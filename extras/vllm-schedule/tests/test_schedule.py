@@ -146,11 +146,6 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return package
 
 
-def ended(processes: list[psutil.Process]) -> bool:
-    """Whether all end within some seconds."""
-    return not psutil.wait_procs(processes, 20.0)[1]
-
-
 @pytest.mark.slow
 def test_what_takes_too_long_is_killed_with_its_children(slow: Path) -> None:
     asked = Process(sys.executable, {})
@@ -174,7 +169,7 @@ def test_nothing_is_left_of_a_killed_search(slow: Path, wait: float) -> None:
     family = [root, *root.children(recursive=True)]
     asking.send_signal(signal.SIGKILL)
     asking.wait()
-    assert ended(family)
+    assert not psutil.wait_procs(family, 20.0)[1]
 
 
 def raised(text: str, kind: type[Exception]) -> Exception:

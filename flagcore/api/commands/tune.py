@@ -42,7 +42,6 @@ from flagcore.domain.files import writable, write
 from flagcore.domain.plan import Plan
 from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.space import KnobValue
-from flagcore.domain.spec import Control
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, PROBE, RUN, TrialState
 from flagcore.domain.units import SECONDS, parse_amount
 from flagcore.errors import EveryTrialFailed, FlagError, HostLost, Interrupted, NothingFits, RunError, UsageError
@@ -251,7 +250,11 @@ class _EngineRun:
         warn(store.notes)
         own_trials = [trial for trial in store.trials() if not trial.source]
         with_known_values(directory.path, own_trials, problem.space.axes)
-        _require_no_higher_fidelity(store, self.spec.control, directory.path)
+        fidelity = self.spec.control.fidelity
+        highest = max((FIDELITIES.index(trial.fidelity) for trial in own_trials), default=0)
+        if highest > FIDELITIES.index(fidelity):  # their result would be overwritten
+            text = N_("{folder} has trials of fidelity {higher}, not {fidelity}: use another --run-dir, or --new")
+            raise RunError(_(text, folder=directory.path, higher=FIDELITIES[highest], fidelity=fidelity))
         if trials := store.trials():
             finished_count = sum(trial.state is not TrialState.INTERRUPTED for trial in trials)
             text = ngettext(
@@ -275,14 +278,6 @@ class _EngineRun:
         except RunError as error:
             warn([_("later runs cannot use the measurements of this run: {reason}", reason=error)])
         return replace(outcome, reported=save_report(folder, result, outcome.data))
-
-
-def _require_no_higher_fidelity(store: OptunaStore, control: Control, run_dir: Path) -> None:
-    """Raise RunError if the folder has trials of a higher fidelity, because their result would be overwritten."""
-    highest = max((FIDELITIES.index(trial.fidelity) for trial in store.trials() if not trial.source), default=0)
-    if highest > FIDELITIES.index(control.fidelity):
-        text = N_("{folder} has trials of fidelity {higher}, not {fidelity}: use another --run-dir, or --new")
-        raise RunError(_(text, folder=run_dir, higher=FIDELITIES[highest], fidelity=control.fidelity))
 
 
 WINNERS = ("best", "best.sh", "best.yaml")

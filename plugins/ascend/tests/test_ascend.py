@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from flagcore_ascend import hooks, smi
+from flagcore_ascend import discover, hooks
 from flagcore_ascend.hooks import plugin
 from flagcore_testing import PluginConformance
 from flagcore_testing.examples import group_of
@@ -24,34 +24,34 @@ TEXTS = saved_outputs(Path(__file__).parent / "smi")
 
 
 def test_each_die_of_a_module_is_a_device_and_the_first_has_the_power() -> None:
-    rows = smi.read(TEXTS["npu-smi-4.txt"]).rows
+    rows = discover.read(TEXTS["npu-smi-4.txt"]).rows
     assert [row.device.index for row in rows if "power_watts" in row.reading] == list(range(0, 16, 2))
     assert rows[1].reading["memory_used_bytes"] == 2879 * 2**20
 
 
 def test_devices_of_a_card_with_different_memory_are_exact_and_numbered_from_zero() -> None:
-    rows = smi.read(TEXTS["npu-smi-5.txt"]).rows
+    rows = discover.read(TEXTS["npu-smi-5.txt"]).rows
     assert [(row.device.index, row.device.memory_bytes) for row in rows] == [(0, 44280 << 20), (1, 43693 << 20)]
     assert rows[0].reading == {"memory_used_bytes": 1533 << 20, "temperature_celsius": 45, "utilization_share": 0}
 
 
 def test_a_device_in_critical_health_is_left_out_and_the_others_keep_their_index() -> None:
-    listing = smi.read(TEXTS["npu-smi-2.txt"])
+    listing = discover.read(TEXTS["npu-smi-2.txt"])
     assert [row.device.index for row in listing.rows] == [0, 1, 3, 4, 5, 6, 7]
     assert ["Critical" in line for line in listing.left_out] == [True]
-    assert len(smi.read(TEXTS["npu-smi-2.txt"].replace("Critical", "Warning ")).rows) == 8
+    assert len(discover.read(TEXTS["npu-smi-2.txt"].replace("Critical", "Warning ")).rows) == 8
 
 
 def test_processes_are_listed_by_device() -> None:
-    assert smi.processes(TEXTS["npu-smi-1.txt"]) == {5: ("41753 python3 (53.6 GiB)",)}
-    assert smi.processes(TEXTS["npu-smi-4.txt"]) == {15: ("632301 python3 (28.3 GiB)",)}
-    assert smi.processes(TEXTS["npu-smi-2.txt"]) == {}
+    assert discover.processes(TEXTS["npu-smi-1.txt"]) == {5: ("41753 python3 (53.6 GiB)",)}
+    assert discover.processes(TEXTS["npu-smi-4.txt"]) == {15: ("632301 python3 (28.3 GiB)",)}
+    assert discover.processes(TEXTS["npu-smi-2.txt"]) == {}
 
 
 def test_a_device_without_memory_or_with_another_tools_title_is_not_listed() -> None:
     table = TEXTS["npu-smi-2.txt"]
-    assert len(smi.read(table.replace("/ 32768", "/ 0    ", 1)).left_out) == 2
-    assert smi.read(table.replace("npu-smi ", "npu-top ")).rows == ()
+    assert len(discover.read(table.replace("/ 32768", "/ 0    ", 1)).left_out) == 2
+    assert discover.read(table.replace("npu-smi ", "npu-top ")).rows == ()
 
 
 def test_the_links_of_a_server_are_a_full_mesh() -> None:

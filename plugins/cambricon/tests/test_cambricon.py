@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flagcore_cambricon import hooks, smi
+from flagcore_cambricon import discover, hooks
 from flagcore_cambricon.hooks import plugin
 from flagcore_testing import PluginConformance
 from flagcore_testing.package import saved_outputs
@@ -70,7 +70,7 @@ TEXTS = saved_outputs(Path(__file__).parent / "smi")
 
 
 def test_a_version_without_a_letter_and_power_with_cents_are_read() -> None:
-    (row,) = smi.read(TEXTS["cnmon-6.txt"]).rows
+    (row,) = discover.read(TEXTS["cnmon-6.txt"]).rows
     assert (row.device.chip, row.device.driver) == ("MLU220-M2", "4.6.9")
     assert (row.reading["power_watts"], row.reading["power_limit_watts"]) == (3.7, 8.25)
 
@@ -79,11 +79,11 @@ TABLE = TEXTS["cnmon-8.txt"]
 
 
 def test_a_card_with_unreadable_memory_is_reported() -> None:
-    listing = smi.read(TABLE.replace("98304 MiB", "xxxxx MiB"))
+    listing = discover.read(TABLE.replace("98304 MiB", "xxxxx MiB"))
     assert [row.device.index for row in listing.rows] == [1]
     assert any("xxxxx MiB" in line for line in listing.left_out)
-    assert smi.read(TABLE.replace("33654 MiB/ 98304 MiB", "N/A")).rows == listing.rows, "power is not memory"
+    assert discover.read(TABLE.replace("33654 MiB/ 98304 MiB", "N/A")).rows == listing.rows, "power is not memory"
 
 
 def test_json_of_another_form_has_no_devices() -> None:
-    assert smi.read('{"CnmonInfo": 3}') == smi.read("{") == smi.read("")
+    assert discover.read('{"CnmonInfo": 3}') == discover.read("{") == discover.read("")

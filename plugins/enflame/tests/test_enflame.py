@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from flagcore_enflame import hooks, smi
+from flagcore_enflame import discover, hooks
 from flagcore_testing import PluginConformance
 from flagcore_testing.package import saved_outputs
 from flagcore_vendorkit.rows import islands, read_matrix
@@ -19,7 +19,7 @@ TEXTS = saved_outputs(Path(__file__).parent / "smi")
 
 
 def test_memory_in_use_includes_the_reserved_memory() -> None:
-    idle = smi.read(TEXTS["efsmi-1.txt"]).rows[1]
+    idle = discover.read(TEXTS["efsmi-1.txt"]).rows[1]
     assert idle.reading["memory_used_bytes"] == 1129 << 20
 
 

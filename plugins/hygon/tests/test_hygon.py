@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from flagcore_hygon import hooks, smi
+from flagcore_hygon import discover, hooks
 from flagcore_hygon.discover import DETECTOR
 from flagcore_testing import PluginConformance
 from flagcore_testing.package import saved_outputs
@@ -22,14 +22,14 @@ TEXTS = saved_outputs(Path(__file__).parent / "smi")
 
 
 def test_older_releases_call_the_device_dcu_and_print_a_hexadecimal_id() -> None:
-    row = smi.read(TEXTS["hy-smi-2.json"]).rows[3]
+    row = discover.read(TEXTS["hy-smi-2.json"]).rows[3]
     assert row.device.uuid == "GPU-7100f95cee823044"
     assert (row.reading["utilization_share"], row.reading["temperature_celsius"]) == (0, 61)
 
 
 def test_bytes_are_read_too() -> None:
     older = TEXTS["hy-smi-2.json"].replace("Memory (MiB)", "Memory (B)").replace('"65520"', '"68702699520"')
-    assert smi.read(older).rows[0].device.memory_bytes == 65520 << 20
+    assert discover.read(older).rows[0].device.memory_bytes == 65520 << 20
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from flagcore_iluvatar import hooks, smi
+from flagcore_iluvatar import discover, hooks
 from flagcore_iluvatar.hooks import plugin
 from flagcore_testing import PluginConformance
 from flagcore_testing.examples import task_on
@@ -57,22 +57,19 @@ def test_tensor_parallel_overlap_is_a_knob_of_split_layers() -> None:
     assert knobs["iluvatar_zero_bubble"].effects["zb-h1"].flags == ("--enable-zbh1-pipeline",)
 
 
-TEXTS = saved_outputs(Path(__file__).parent / "smi")
-
-
 def test_uuids_are_listed_by_index() -> None:
-    assert smi.uuids("0, GPU-1a2b\n1, GPU-3c4d\nN/A\n") == {0: "GPU-1a2b", 1: "GPU-3c4d"}
+    assert discover.uuids("0, GPU-1a2b\n1, GPU-3c4d\nN/A\n") == {0: "GPU-1a2b", 1: "GPU-3c4d"}
 
 
-TABLE = TEXTS["ixsmi-5.txt"]
+TABLE = saved_outputs(Path(__file__).parent / "smi")["ixsmi-5.txt"]
 
 
 def test_a_name_without_the_vendor_is_unchanged() -> None:
     named = TABLE.replace("Iluvatar MR-V100 DUO", "BI-V100             ")
-    assert {row.device.chip for row in smi.read(named).rows} == {"BI-V100"}
+    assert {row.device.chip for row in discover.read(named).rows} == {"BI-V100"}
 
 
 def test_a_device_whose_memory_is_an_error_is_left_out_and_reported() -> None:
-    listing = smi.read(TABLE.replace("68MiB / 32768MiB     |", "ERR!                 |", 1))
+    listing = discover.read(TABLE.replace("68MiB / 32768MiB     |", "ERR!                 |", 1))
     assert [row.device.index for row in listing.rows] == [1]
     assert ["00000000:35:00.0" in line for line in listing.left_out] == [True]

@@ -1,17 +1,62 @@
-"""Finds Kunlunxin XPUs with xpu-smi. The vendor's torch uses the device name cuda and may call a device just GPU."""
+"""Finds Kunlunxin XPUs with xpu-smi. The vendor's torch uses the device name cuda and may call a device just GPU.
+
+Reads xpu-smi's table, which has three lines per device. Intel's tool of the same name is ignored.
+"""
+
+import re
+from functools import partial
 
 from flagcore_vendorkit.detection import DeviceDetector, list_with
-
-from flagcore_kunlunxin import smi
+from flagcore_vendorkit.rows import (
+    BUS,
+    Listing,
+    Row,
+    read_processes,
+    read_table,
+    strip_controls,
+    usual_row,
+    with_driver,
+)
 
 PCI_VENDOR = 0x1D22
 """Baidu's PCI vendor ID. The PCI ID database lists the cards under it."""
+
+_CHIP = re.compile(r"(Kunlunxin )?[PR]\d{3}")
+"""Matches the name of a card, such as `P800 OAM`."""
+_TITLE = re.compile(r"\| XPU-SMI +Driver Version: (\S+)")
+_NAME = re.compile(r"(\d+) +([A-Z]\d{3}\S*( \S+)*?) +\S+")
+_PROCESS = re.compile(r"(?m)^ *\| +(\d+) +\S+ +\S+ +(\d+) +\S+ +(\S.*?) +(\d+)MiB *\| *$")
+"""A line of the list of processes: device, two instance numbers, process, type, name and MiB."""
+
+processes = partial(read_processes, pattern=_PROCESS)
+
+
+def read(text: str) -> Listing:
+    """Return the devices in the table, without virtual devices."""
+    text = strip_controls(text)
+    title = _TITLE.search(text)
+    if title is None:
+        return Listing()
+    return with_driver(read_table(text, _head, _body, lines_per_device=3), title[1])
+
+
+def _head(parts: list[str]) -> tuple[int, str] | None:
+    name = _NAME.fullmatch(parts[0]) if len(parts) == 3 else None
+    return (int(name[1]), name[2]) if name and BUS.fullmatch(parts[1].split(" ")[0]) else None
+
+
+def _body(head: tuple[int, str], parts: list[str], after: list[str]) -> Row | str | None:
+    index, name = head
+    row = usual_row(index, name, parts)
+    if row is None or row.device.memory_bytes == 0:
+        return None
+    return f"XPU {index} ({name}) is a part of another" if name.endswith(" VF") else row
 
 
 DETECTOR = DeviceDetector(
     vendor="kunlunxin",
     tool="xpu-smi",
-    listing=list_with(smi.read, "xpu-smi", "xpu_smi", processes=smi.processes),
+    listing=list_with(read, "xpu-smi", "xpu_smi", processes=processes),
     visible=("XPU_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     own_variables=("XMLIR_", "BKCL_", "XDNN_"),
@@ -19,5 +64,5 @@ DETECTOR = DeviceDetector(
     pci_vendor=PCI_VENDOR,
     torch_device="cuda",
     topology=("xpu-smi", "topo", "-m"),
-    trusts=lambda report: all(each.chip == "GPU" or smi.is_xpu(each.chip) for each in report.devices),
+    trusts=lambda report: all(each.chip == "GPU" or _CHIP.match(each.chip) for each in report.devices),
 )

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from flagcore_kunlunxin import discover, hooks, smi
+from flagcore_kunlunxin import discover, hooks
 from flagcore_kunlunxin.discover import DETECTOR
 from flagcore_testing import PluginConformance, fakes
 from flagcore_testing.package import saved_outputs
@@ -31,7 +31,7 @@ INTEL = """
 def test_processes_are_listed_by_device() -> None:
     with fakes.machine({"xpu-smi": fakes.prints(TEXTS["xpu-smi-1.txt"])}):
         assert discover.DETECTOR.uses_now()[1].processes == ("30413 python3 (70.0 GiB)",)
-    assert smi.processes(TEXTS["xpu-smi-2.txt"]) == {}
+    assert discover.processes(TEXTS["xpu-smi-2.txt"]) == {}
 
 
 def test_links_join_each_half_of_a_server() -> None:
@@ -41,7 +41,7 @@ def test_links_join_each_half_of_a_server() -> None:
 
 
 def test_another_vendors_xpu_smi_is_distinguished() -> None:
-    assert smi.read(INTEL).rows == ()
+    assert discover.read(INTEL).rows == ()
 
 
 @pytest.mark.parametrize(("name", "trusted"), [("GPU", True), ("P800 OAM", True), ("NVIDIA A100-SXM4-80GB", False)])

@@ -5,6 +5,7 @@ The C500 node has two islands of four devices behind MetaXLink bridges, and PCIe
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from flagcore_vendorkit.plugin import VendorPlugin, usual_memory
 from flagcore_vendorkit.rows import group_size
@@ -15,7 +16,7 @@ from flagcore.domain.engine import TaskAdvice
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
 from flagcore.physics.collective_costs import network_level
-from flagcore_metax.discover import DETECTOR, adapters, peer_memory_problem, topology
+from flagcore_metax.discover import DETECTOR, DEVICE_FILE, adapters, topology
 
 ISLAND = 4
 """Devices of an island, if this machine is not a C500 node that shows it. The vendor's bridge joins two or four cards,
@@ -76,6 +77,20 @@ SLACK = 0.02
 chips."""
 
 MEMORY = usual_memory(fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
+
+
+PEER_MEMORY = "sys/kernel/mm/memory_peers/mxcd/version"
+"""A file that exists if GPUDirect RDMA works. It is missing if the kernel does not export mm_kobj (RHEL 9.6, for
+example). An all-reduce over two C500 nodes then fell from 73 to 8 GB/s: wangzheng422/docker_env
+redhat/notes/2025/2025.12.metax.mccl.perf.debug.md."""
+
+
+def peer_memory_problem(root: Path = Path("/")) -> str:
+    """Return why network adapters cannot access the devices' memory. It is empty if they can, or if there are no
+    devices."""
+    if (root / PEER_MEMORY).exists() or not (root / DEVICE_FILE).exists():
+        return ""
+    return f"/{PEER_MEMORY} is missing: GPUDirect RDMA of MetaX is off, so nodes exchange data slowly"
 
 
 class MetaxPlugin(VendorPlugin):

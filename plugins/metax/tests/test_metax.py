@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from flagcore_metax import hooks, smi
-from flagcore_metax.discover import DETECTOR, peer_memory_problem
-from flagcore_metax.hooks import ISLAND, c500_topology, island_size, plugin
+from flagcore_metax import discover, hooks
+from flagcore_metax.discover import DETECTOR
+from flagcore_metax.hooks import ISLAND, c500_topology, island_size, peer_memory_problem, plugin
 from flagcore_testing import PluginConformance, fakes
 from flagcore_testing.examples import task_on
 from flagcore_testing.package import saved_outputs
@@ -127,40 +127,40 @@ TEXTS = saved_outputs(Path(__file__).parent / "smi")
 
 
 def test_another_vendors_mx_smi_is_distinguished() -> None:
-    assert not smi.is_metax(TEXTS["moffett-mx-smi-1.txt"])
+    assert not discover.is_metax(TEXTS["moffett-mx-smi-1.txt"])
 
 
 def test_a_rebranded_device_stays_unknown() -> None:
-    (row,) = smi.read(TEXTS["ht-smi-1.txt"]).rows
+    (row,) = discover.read(TEXTS["ht-smi-1.txt"]).rows
     assert not any(chip.has_name(row.device.chip) for chip in plugin.flagcore_chips())
 
 
 def test_the_board_number_is_not_the_gpu_index() -> None:
     table = TEXTS["mx-smi-1.txt"].replace("| 1     MetaX C500 | 1 ", "| 0     MetaX C500 | 1 ")
-    assert [row.device.index for row in smi.read(table).rows] == list(range(8))
+    assert [row.device.index for row in discover.read(table).rows] == list(range(8))
 
 
 def test_a_banner_another_locale_and_carriage_returns_do_not_matter() -> None:
     table = "欢迎使用 MACA\n" + TEXTS["mx-smi-1.txt"].replace("Wed Feb 11", "2026年 2月11日 星期三").replace(
         "\n", "\r\n"
     )
-    assert smi.read(table).rows == smi.read(TEXTS["mx-smi-1.txt"]).rows
+    assert discover.read(table).rows == discover.read(TEXTS["mx-smi-1.txt"]).rows
 
 
 def test_a_list_reports_names_without_memory() -> None:
-    (row,) = smi.read(TEXTS["mx-smi-8.txt"]).rows
+    (row,) = discover.read(TEXTS["mx-smi-8.txt"]).rows
     assert (row.device.chip, row.device.memory_bytes, row.device.uuid) == ("MXC550", None, "GPU-abc-123")
-    assert smi.read(TEXTS["mx-smi-8.txt"].replace("Available", "Not Available(5)")).rows == ()
+    assert discover.read(TEXTS["mx-smi-8.txt"].replace("Available", "Not Available(5)")).rows == ()
 
 
 def test_output_that_counts_devices_but_lists_none_is_reported() -> None:
     title = "=================== MetaX System Management Interface Log ===================\n"
     count = "Attached GPUs                                     : 2\nGPU#0  MXC500  0000:08:00.0\n"
-    assert smi.read(title + count).left_out == ("it counts 2 devices, but lists 0",)
+    assert discover.read(title + count).left_out == ("it counts 2 devices, but lists 0",)
 
 
 def test_uuids_are_listed_by_index() -> None:
-    assert smi.uuids(TEXTS["mx-smi-8.txt"]) == {0: "GPU-abc-123"}
+    assert discover.uuids(TEXTS["mx-smi-8.txt"]) == {0: "GPU-abc-123"}
 
 
 @pytest.mark.parametrize("name", ["mx-smi-2.txt", "mx-smi-3.txt", "mx-smi-7.txt"])
@@ -187,7 +187,7 @@ def test_devices_of_another_detector_match_the_catalogue() -> None:
 
 
 def test_the_shipped_all_reduce_matches_the_log() -> None:
-    (curve,) = yaml.safe_load((Path(smi.__file__).parent / "costs/c500/collectives.yaml").read_text())["curves"]
+    (curve,) = yaml.safe_load((Path(discover.__file__).parent / "costs/c500/collectives.yaml").read_text())["curves"]
     logged = [line.split()[1:] for line in TEXTS["mccl-allreduce-1.txt"].splitlines() if "bfloat16" in line]
     assert [int(words[0]) for words in logged] == curve["payload_bytes"]
     assert [float(words[5]) for words in logged] == pytest.approx([each * 1e6 for each in curve["seconds"]], rel=1e-4)
@@ -210,13 +210,13 @@ def test_a_dead_device_is_left_out_and_reported() -> None:
     dead = "| NA / NA          | NA           NA | NA/NA               | Not Available(3)     |"
     known = "| 57W / 350W       | 35C          P0 | 826/65536 MiB       | Not Available(3)     |"
     for line in (dead, known):
-        listing = smi.read(TABLE.replace(FIRST, line))
+        listing = discover.read(TABLE.replace(FIRST, line))
         assert [row.device.index for row in listing.rows] == list(range(1, 8))
         assert listing.left_out == ("GPU 0 (MetaX C500) is not usable: Not Available(3)",)
 
 
 def test_an_unknown_line_is_reported_in_full() -> None:
-    listing = smi.read(TABLE.replace("826/65536 MiB ", "much of it    ", 1))
+    listing = discover.read(TABLE.replace("826/65536 MiB ", "much of it    ", 1))
     assert len(listing.rows) == 7
     (message,) = listing.left_out
     assert "0000:0e:00.0" in message
@@ -224,25 +224,25 @@ def test_an_unknown_line_is_reported_in_full() -> None:
 
 
 def test_a_truncated_table_is_detected_by_its_device_count() -> None:
-    listing = smi.read("\n".join(TABLE.splitlines()[:19]))
+    listing = discover.read("\n".join(TABLE.splitlines()[:19]))
     assert 0 < len(listing.rows) < 8
     assert listing.left_out == (f"it counts 8 devices, but lists {len(listing.rows)}",)
 
 
 @pytest.mark.parametrize("cap", ["97W / NA", "97W / N/A"])
 def test_an_unreported_power_cap_is_none(cap: str) -> None:
-    reading = smi.read(OLD.replace("31C         44W     ", f"34C         {cap}")).rows[0].reading
+    reading = discover.read(OLD.replace("31C         44W     ", f"34C         {cap}")).rows[0].reading
     assert (reading["power_watts"], reading["temperature_celsius"]) == (97, 34)
     assert "power_limit_watts" not in reading
 
 
 @pytest.mark.parametrize("name", ["MetaX C550-PL", "MetaX C500 VF", "MXC600-A", "MetaX X1 Ultra..."])
 def test_new_names_are_unchanged(name: str) -> None:
-    assert smi.read(TABLE.replace("| 0     MetaX C500 |", f"| 0  {name} |")).rows[0].device.chip == name
+    assert discover.read(TABLE.replace("| 0     MetaX C500 |", f"| 0  {name} |")).rows[0].device.chip == name
 
 
 def test_persistence_mode_may_follow_the_name() -> None:
-    (row,) = smi.read(
+    (row,) = discover.read(
         "=================== MetaX System Management Interface Log ===================\n"
         "| 0       MetaX N260             Off | 0000:01:00.0        | 0%            Native |\n"
         "| 37C     29W / 225W              P0 | 666/65536 MiB       | Available            |\n"
@@ -252,4 +252,4 @@ def test_persistence_mode_may_follow_the_name() -> None:
 
 
 def test_memory_in_other_units_is_read_in_them() -> None:
-    assert smi.read(TABLE.replace("826/65536 MiB ", "0.8/64 GiB    ")).rows[0].device.memory_bytes == 64 << 30
+    assert discover.read(TABLE.replace("826/65536 MiB ", "0.8/64 GiB    ")).rows[0].device.memory_bytes == 64 << 30

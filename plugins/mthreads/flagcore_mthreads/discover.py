@@ -1,16 +1,73 @@
-"""Finds Moore Threads GPUs. torch_musa adds torch.musa; with torchada, torch.cuda uses these GPUs too."""
+"""Finds Moore Threads GPUs. torch_musa adds torch.musa; with torchada, torch.cuda uses these GPUs too.
+
+Reads mthreads-gmi's table, as versions 1.14 to 2.4 print it: three lines per device, columns separated by bars.
+"""
+
+import re
+from functools import partial
 
 from flagcore_vendorkit.detection import DeviceDetector, list_with
+from flagcore_vendorkit.rows import (
+    BUS,
+    UNITS,
+    Listing,
+    Row,
+    read_processes,
+    read_table,
+    reading,
+    search,
+    strip_controls,
+    with_driver,
+)
 
-from flagcore_mthreads import smi
+from flagcore.domain.chip import Device
 
 PCI_VENDOR = 0x1ED5
 """gpustack/runtime gpustack_runtime/detector/mthreads.py @88026d62; `lspci -d 1ed5:` in the vendor's vGPU guide."""
 
+TITLE = "mthreads-gmi:"
+
+_NAME = re.compile(r"(\d+) +(MTT \S.*)")
+_LOAD = re.compile(r"(\S+)% +(\d+)MiB ?\((\d+)MiB\)")
+_PROCESS = re.compile(r"(?m)^(\d+) +(\d+) +(\S.*?) +(\d+)MiB *$")
+
+processes = partial(read_processes, pattern=_PROCESS)
+
+
+def read(text: str) -> Listing:
+    """Return the devices in the table, without virtual devices."""
+    text = strip_controls(text)
+    if TITLE not in text:
+        return Listing()
+    found = read_table(text, _head, _body, split=lambda line: [part.strip() for part in line.split("|")])
+    return with_driver(found, search(r"Driver Version: ?([\w.-]+)", text)[0])
+
+
+def _head(parts: list[str]) -> tuple[int, str, tuple[str, str, str]] | None:
+    name, load = (_NAME.fullmatch(parts[0]), _LOAD.fullmatch(parts[2])) if len(parts) == 3 else (None, None)
+    if name is None or load is None or not BUS.fullmatch(parts[1]):
+        return None
+    return int(name[1]), name[2], (load[1], load[2], load[3])
+
+
+def _body(head: tuple[int, str, tuple[str, str, str]], parts: list[str], after: list[str]) -> Row | str | None:
+    index, name, (percent, used, total) = head
+    if len(parts) != 3 or total == "0":
+        return None
+    if not parts[0].startswith(("Physical", "MPC Parent")):
+        return f"GPU {index} ({name}) is a part of another: {parts[0]}"
+    return Row(
+        device=Device(index=index, chip=name, memory_bytes=int(total) * UNITS["MiB"]),
+        reading=reading(
+            used_bytes=float(used) * UNITS["MiB"], celsius=search(r"^(\d+)C\b", parts[2])[0], percent=percent
+        ),
+    )
+
+
 DETECTOR = DeviceDetector(
     vendor="mthreads",
     tool="mthreads-gmi",
-    listing=list_with(smi.read, "mthreads-gmi", processes=smi.processes),
+    listing=list_with(read, "mthreads-gmi", processes=processes),
     visible=("MUSA_VISIBLE_DEVICES",),
     vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     own_variables=("MUSA_", "MTHREADS_"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_nvidia import hooks, smi
+from flagcore_nvidia import discover, hooks
 from flagcore_nvidia.hooks import plugin
 from flagcore_testing import PluginConformance
 from flagcore_vendorkit.chip_file import read_curve, read_kernels, read_provenance
@@ -35,7 +35,7 @@ class TestNvidia(PluginConformance):
 
 
 def test_memory_that_the_driver_does_not_report_stays_unknown() -> None:
-    (row,) = smi.read("0, NVIDIA GB10, [N/A], 580.95, GPU-cccc3333, 0x2E1210DE, [N/A]\n").rows
+    (row,) = discover.read("0, NVIDIA GB10, [N/A], 580.95, GPU-cccc3333, 0x2E1210DE, [N/A]\n").rows
     assert row.device.memory_bytes is None
 
 
@@ -358,7 +358,6 @@ def test_a_slower_chip_is_never_predicted_clearly_faster() -> None:
 
 
 def no_faster(old: Chip, new: Chip, precision: str) -> bool:
-    """Return whether, by its facts, `old` is not faster than `new`."""
     peaks = [chip.dense_flops_per_second.get(RUNS_AS.get(precision, precision)) for chip in (old, new)]
     bandwidths = [chip.memory_bandwidth_bytes_per_second for chip in (old, new)]
     return all(one and other and one.value <= other.value for one, other in (peaks, bandwidths))

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from flagcore_nvidia import smi
+from flagcore_nvidia import discover
 from flagcore_nvidia.discover import DETECTOR
 from flagcore_nvidia.hooks import plugin
 from flagcore_testing import fakes
@@ -20,8 +20,8 @@ MATRICES = ("nvidia-smi-5.txt", "nvidia-smi-6.txt")
 
 def test_a_line_without_a_header_is_read_only_with_the_fields_that_were_requested() -> None:
     fields = ("name", "memory.total", "pcie.link.gen.max", "pcie.link.width.max")
-    assert smi.read(TEXTS["nvidia-smi-4.csv"]).rows == ()
-    (row,) = smi.read(TEXTS["nvidia-smi-4.csv"], fields).rows
+    assert discover.read(TEXTS["nvidia-smi-4.csv"]).rows == ()
+    (row,) = discover.read(TEXTS["nvidia-smi-4.csv"], fields).rows
     assert (row.device.chip, row.device.memory_bytes) == ("NVIDIA GeForce RTX 4090", 24564 * 2**20)
 
 
@@ -76,18 +76,18 @@ def test_devices_of_another_detector_match_the_catalogue() -> None:
     ],
 )
 def test_without_a_pci_id_the_name_determines_the_vendor(name: str, ours: bool) -> None:
-    assert bool(smi.read(f"index, name, memory.total [MiB]\n0, {name}, 65536 MiB\n").rows) == ours
+    assert bool(discover.read(f"index, name, memory.total [MiB]\n0, {name}, 65536 MiB\n").rows) == ours
 
 
 def test_a_list_with_instances_names_them_and_one_without_has_the_gpus() -> None:
     gpu = "GPU {0}: NVIDIA GH200 480GB (UUID: GPU-{0})\n"
     instance = "  MIG 3g.48gb     Device  {0}: (UUID: MIG-{0})\n"
-    listing = smi.read(gpu.format(0) + instance.format(0) + instance.format(1) + gpu.format(1))
+    listing = discover.read(gpu.format(0) + instance.format(0) + instance.format(1) + gpu.format(1))
     assert [(row.device.index, row.device.chip, row.device.uuid) for row in listing.rows] == [
         (1, "NVIDIA GH200 480GB", "GPU-1")
     ]
     assert ["(MIG)" in line for line in listing.left_out] == [True]
-    assert not smi.read("index, name\n0, NVIDIA H100 80GB HBM3 MIG 1g.10gb\n").rows
+    assert not discover.read("index, name\n0, NVIDIA H100 80GB HBM3 MIG 1g.10gb\n").rows
 
 
 HEAD = """\
@@ -139,7 +139,7 @@ PROCESSES = """\
 def found(text: str) -> list[tuple[int, str, int | None]]:
     return [
         (row.device.index, row.device.chip, row.device.memory_bytes and row.device.memory_bytes >> 20)
-        for row in smi.read(text).rows
+        for row in discover.read(text).rows
     ]
 
 
@@ -154,14 +154,14 @@ def found(text: str) -> list[tuple[int, str, int | None]]:
     ],
 )
 def test_a_device_that_cannot_be_used_is_left_out_and_the_reason_reported(second: str, reason: str) -> None:
-    listing = smi.read(HEAD + WELL + second + PROCESSES)
+    listing = discover.read(HEAD + WELL + second + PROCESSES)
     assert [row.device.index for row in listing.rows] == [0]
     (message,) = listing.left_out
     assert reason in message
 
 
 def test_processes_are_not_devices() -> None:
-    assert smi.read(HEAD + WELL + PROCESSES).left_out == ()
+    assert discover.read(HEAD + WELL + PROCESSES).left_out == ()
 
 
 def test_a_chip_that_shares_host_memory_has_no_memory_size() -> None:
@@ -207,7 +207,7 @@ def test_colours_carriage_returns_and_a_warning_before_the_table_do_not_matter()
     coloured = "WARNING: infoROM is corrupted\r\n" + "".join(
         f"\x1b[1;32m{line}\x1b[0m\r\n" for line in plain.splitlines()
     )
-    assert smi.read(coloured) == smi.read(plain)
+    assert discover.read(coloured) == discover.read(plain)
 
 
 def test_a_query_with_fields_that_are_new_and_a_lost_device_is_read_by_its_header() -> None:
@@ -219,7 +219,7 @@ index, name, uuid, memory.total [MiB], power.draw [W], temperature.gpu, vbios_ve
 2, [GPU is lost], [GPU is lost], [GPU is lost], [GPU is lost], [GPU is lost], [GPU is lost], [GPU is lost]
 """
     assert found(text) == [(0, "NVIDIA H20-3e", 143771), (1, "NVIDIA H20-3e", 143771)]
-    listing = smi.read(text)
+    listing = discover.read(text)
     assert listing.rows[0].reading == {"power_watts": 110.12, "temperature_celsius": 30}
     assert listing.rows[1].reading == {}
     (message,) = listing.left_out
@@ -240,7 +240,7 @@ index, name, uuid, memory.total [MiB], power.draw [W], temperature.gpu, vbios_ve
     ],
 )
 def test_messages_and_other_pages_are_not_devices(text: str) -> None:
-    assert smi.read(text).rows == ()
+    assert discover.read(text).rows == ()
 
 
 def test_without_support_for_the_query_the_table_is_read() -> None:

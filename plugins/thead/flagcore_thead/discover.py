@@ -1,18 +1,68 @@
-"""Finds T-Head PPUs. SAIL's torch uses the device name cuda, so its version or the devices' names identify it."""
+"""Finds T-Head PPUs. SAIL's torch uses the device name cuda, so its version or the devices' names identify it.
+
+Reads ppu-smi's table, as versions 1.17 to 1.28 print it: three lines per device, with the MIG mode in the third.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import partial
 
 from flagcore_vendorkit.detection import DeviceDetector, list_with
 from flagcore_vendorkit.machine import tool_output
-
-from flagcore_thead import smi
+from flagcore_vendorkit.rows import (
+    BUS,
+    Listing,
+    Row,
+    read_processes,
+    read_table,
+    search,
+    strip_controls,
+    usual_row,
+    with_driver,
+)
 
 PCI_VENDOR = 0x1DED
 """Alibaba's: gpustack/runtime gpustack_runtime/detector/thead.py @88026d62."""
+
+TITLE = "PPU-SMI"
+
+_NAME = re.compile(r"(\d+) +(\S.*?) +(?:On|Off|Enabled|Disabled|N/A)")
+_PROCESS = re.compile(r"(?m)^ *\| +(\d+) +\S+ +\S+ +(\d+) +\S+ +(\S.*?) +(\d+)MiB *\| *$")
+_LISTED = re.compile(r"(?m)^PPU (\d+): .*\(UUID: (\S+)\)")
+
+processes = partial(read_processes, pattern=_PROCESS)
+
+
+def read(text: str) -> Listing:
+    """Return the devices in the table, without those that are divided into instances (MIG)."""
+    text = strip_controls(text)
+    if TITLE not in text:
+        return Listing()
+    return with_driver(read_table(text, _head, _body), search(r"Driver Version: *([\w.-]+)", text)[0])
+
+
+def uuids(text: str) -> Mapping[int, str]:
+    """Return the UUIDs in the output of `ppu-smi -L`, by index."""
+    return {int(index): uuid for index, uuid in _LISTED.findall(strip_controls(text))}
+
+
+def _head(parts: list[str]) -> tuple[int, str] | None:
+    name = _NAME.fullmatch(parts[0]) if len(parts) == 3 and BUS.fullmatch(parts[1]) else None
+    return (int(name[1]), name[2]) if name else None
+
+
+def _body(head: tuple[int, str], parts: list[str], after: list[str]) -> Row | str | None:
+    index, name = head
+    row = usual_row(index, name, parts, mode=search(r"\d% +(\S.*)", parts[-1] if parts else "")[0])
+    if row and after[-1:] == ["Enabled"]:
+        return f"PPU {index} ({name}) is divided into instances (MIG), so a process cannot use all its memory"
+    return row
 
 
 DETECTOR = DeviceDetector(
     vendor="thead",
     tool="ppu-smi",
-    listing=list_with(smi.read, "ppu-smi", processes=smi.processes),
+    listing=list_with(read, "ppu-smi", processes=processes),
     visible=("CUDA_VISIBLE_DEVICES",),
     vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     own_variables=("PPU_", "PCCL_", "HGGC_"),
@@ -20,7 +70,8 @@ DETECTOR = DeviceDetector(
     pci_vendor=PCI_VENDOR,
     pci_classes=("0x0302", "0x12"),
     torch_device="cuda",
-    trusts=lambda report: "+ppu" in report.version or all(smi.is_ppu(each.chip) for each in report.devices),
-    uuids=lambda: smi.uuids(tool_output("ppu-smi", "-L") or ""),
+    # PPUs report names such as PPU-ZW810E or ZW-M890P
+    trusts=lambda report: "+ppu" in report.version or all(each.chip[:3] in ("PPU", "ZW-") for each in report.devices),
+    uuids=lambda: uuids(tool_output("ppu-smi", "-L") or ""),
     topology=("ppu-smi", "topo", "-m"),
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from flagcore_testing import PluginConformance, fakes
 from flagcore_testing.package import saved_outputs
-from flagcore_thead import discover, hooks, smi
+from flagcore_thead import discover, hooks
 from flagcore_vendorkit.rows import devices_per_adapter, read_matrix
 
 
@@ -32,7 +32,7 @@ def test_an_exclusive_device_in_use_is_blocked() -> None:
 
 
 def test_uuids_and_links_are_read() -> None:
-    assert list(smi.uuids(TEXTS["ppu-smi-4.txt"])) == [0, 1]
+    assert list(discover.uuids(TEXTS["ppu-smi-4.txt"])) == [0, 1]
     matrix = read_matrix(TEXTS["ppu-smi-3.txt"])
     assert matrix is not None
     assert matrix.links[0, 1] == "ICN2"

@@ -125,10 +125,7 @@ def check(programs: list[Started], nodes: int) -> None:
         assert not [note for note in notes if "unknown to flagcore" in note.text]
         assert not re.search(r"\bhead:29500|\{(node_rank|master_addr|nnodes|host_\d)\}", " ".join(words))
         assert nodes == 1 or "localhost:" not in " ".join(words)
-        files = [word.partition("=")[2] or word for word in words if word.endswith(FILES)]
+        files = [word.partition("=")[2] or word for word in words if word.endswith((".yaml", ".json", ".toml", ".py"))]
         assert not [file for file in files if not Path(each.folder, file).is_file()]
     ranks = Counter(each.variables["NODE_RANK"] for each in programs if each.name == "torchrun")
     assert not ranks or nodes == 1 or ranks == {str(number): 1 for number in range(nodes)}
-
-
-FILES = (".yaml", ".json", ".toml", ".py")

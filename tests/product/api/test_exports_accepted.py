@@ -195,7 +195,6 @@ class Exports:
         self.refused: dict[str, dict[str, FlagError]] = {}
 
     def __call__(self, run: str) -> dict[str, Path]:
-        """Return the folder of each export of a run."""
         if run not in self.made:
             place = self.folder / run.replace(" ", "-")
             place.mkdir()
@@ -295,7 +294,6 @@ def of_flagscale(folder: Path) -> None:
 
 
 def shell_commands(manifest: Path) -> list[str]:
-    """Return the shell commands of the containers of a manifest."""
     found: list[str] = []
 
     def visit(part: Any) -> None:
@@ -311,15 +309,12 @@ def shell_commands(manifest: Path) -> list[str]:
     return found
 
 
-TRAININGS = ("dense", "experts", "many nodes")
-
-
 @needs_megatron_lm
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_megatrons_own_parser_accepts_the_arguments_of_every_training(exports: Exports, tmp_path: Path) -> None:
     jobs, worlds = [], []
-    for run in TRAININGS:
+    for run in ("dense", "experts", "many nodes"):
         for target in ("megatron", "slurm", "kubernetes"):
             files = [file for file in sorted(exports(run)[target].iterdir()) if file.suffix != ".yaml"]
             scripts = [file.read_text() for file in files] or shell_commands(exports(run)[target] / "job.yaml")[:1]

@@ -36,7 +36,6 @@ def answers(ran: Ran) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def answered(flag: Flag, tmp_path: Path) -> Answer:
-    """Return the answers to job records."""
     return lambda *records: answers(flag("estimate", "--jobs", jobs(tmp_path, *records)))
 
 
@@ -208,11 +207,7 @@ def test_a_misspelt_chip_gets_suggestions(flag: Flag, project: Project, answered
         ({"chip": "C550", "devices": 16}, {}, ("network between nodes of C550", "nic_bytes_per_second")),
         ({"chip": "MLU590-H8"}, {}, ("peak rate of MLU590-H8 in bf16", "link", "`flag calibrate`")),
         ({"chip": "C588"}, {}, ("memory bandwidth of C588", "`flag calibrate`")),
-        (
-            {"chip": "MI455X"},
-            {"precision": "fp8"},
-            ("MI455X lists no rate in fp8", "use train.precision", "bf16"),
-        ),
+        ({"chip": "MI455X"}, {"precision": "fp8"}, ("MI455X lists no rate in fp8", "use train.precision", "bf16")),
     ],
 )
 def test_a_job_without_a_predictable_time_reports_what_is_missing_and_how_to_get_it(

@@ -310,13 +310,7 @@ def test_counts_add_up_after_any_trials_and_the_rest_is_untried(seed: int) -> No
 
 
 MEASURED = Measurement(step_times_s=(1.0,), step_time_s=1.0, spread_s=0.0, tokens_per_second_per_device=1.0)
-BASE = Trial(
-    number=0,
-    candidate=tasks.candidate(),
-    role=Role.BASELINE,
-    state=TrialState.MEASURED,
-    measurement=MEASURED,
-)
+BASE = Trial(number=0, candidate=tasks.candidate(), role=Role.BASELINE, state=TrialState.MEASURED, measurement=MEASURED)
 OTHER = replace(BASE, number=1, candidate=tasks.candidate(micro_batch_size=2), role=Role.SEARCH)
 FAR = Answers(difference=2.0, limit=1.0, unit="of it", text="loss 2 instead of 1")
 HALF = Shortened(global_batch_size=4, whole=8, scale=2.0, low=1.9, high=2.1)

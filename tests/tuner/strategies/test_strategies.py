@@ -348,14 +348,6 @@ def test_the_search_ends_if_no_candidate_is_likely_to_meet_the_limits() -> None:
     assert "meets the limits" in choice.because
 
 
-NEAR = np.argsort(KNOWN.step_time_s)[:100]
-
-
-def rows_of(seed: int) -> IntArray:
-    """Some rows among the fastest, to be the whole space."""
-    return np.sort(np.random.default_rng(seed).choice(NEAR, 40, replace=False))
-
-
 def misleading(rows: IntArray, seed: int) -> PastMeasurements:
     """A past with smooth errors, in which other parts of a step are slow than in the task at hand."""
     ratio = np.log(distorted(KNOWN, 100 + seed, spread=0.02)[rows] / KNOWN.step_time_s[rows])
@@ -384,7 +376,7 @@ def has_missed_gain(real: FloatArray, rows: IntArray, past: PastMeasurements) ->
 def test_the_possible_gain_is_small_when_the_search_ends(rough: float, misled: bool) -> None:
     lost = 0
     for seed in range(8):
-        rows = rows_of(seed)
+        rows = np.sort(np.random.default_rng(seed).choice(np.argsort(KNOWN.step_time_s)[:100], 40, replace=False))
         past = misleading(rows, seed) if misled else PastMeasurements.empty()
         lost += has_missed_gain(distorted(KNOWN, seed, spread=rough), rows, past)
     assert lost <= 1 + misled

@@ -175,8 +175,6 @@ def test_command_without_the_users_has_all_arguments_of_the_model(model: Any) ->
 
 pytestmark = pytest.mark.together("megatron-core, imported")
 
-NEWEST = (*known_releases()[-3:], f"{known_releases()[0]}+flagscale")
-
 
 def named(*words: str, envs: dict[str, str] | None = None, **settings: Any) -> list[str]:
     """The names of what is not predicted in a job with these arguments."""
@@ -186,7 +184,7 @@ def named(*words: str, envs: dict[str, str] | None = None, **settings: Any) -> l
     return [each.name for each in ENGINE.unmodelled(task)]
 
 
-@pytest.mark.parametrize("release", NEWEST)
+@pytest.mark.parametrize("release", [*known_releases()[-3:], f"{known_releases()[0]}+flagscale"])
 def test_all_arguments_of_the_newest_releases_have_a_class(release: str) -> None:
     flags = [flag.lstrip("-") for flag in release_table(release).by_flag]
     assert SETTINGS.unclassed(flags) == []

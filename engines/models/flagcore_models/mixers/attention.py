@@ -80,12 +80,7 @@ class Attention(Mixer):
             found.append(Output("v_proj", self.value_width, self.groups))
         outputs = sum(each.width for each in found)
         joint = Product(
-            inputs=hidden_size,
-            outputs=outputs,
-            name="qkv",
-            joined=tuple(found),
-            bias=self.bias,
-            component="qkv_proj",
+            inputs=hidden_size, outputs=outputs, name="qkv", joined=tuple(found), bias=self.bias, component="qkv_proj"
         )
         return joint, *self._index(hidden_size, hidden_size)
 

@@ -267,8 +267,7 @@ AUTOS = {
     "divisors": Auto(divisors, "divisors of the devices"),
     "unset_and_divisors": Auto(lambda task: (None, *divisors(task)), "not set, and divisors of the devices"),
     "divisors_with_experts": Auto(
-        lambda task: divisors(task) if task.spec.model.experts else (1,),
-        "1; with experts divisors of the devices",
+        lambda task: divisors(task) if task.spec.model.experts else (1,), "1; with experts divisors of the devices"
     ),
     "divisors_for_rates": Auto(  # several instances do not reduce a latency
         lambda task: divisors(task) if is_rate(task.spec.objective) else (1,),

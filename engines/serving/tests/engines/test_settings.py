@@ -19,10 +19,8 @@ from flagcore.api.commands.explain import REMOVED
 from flagcore.tuner.stages import build
 from tests.product.tasks import DENSE as MODEL
 
-ENGINES = ("vllm", "sglang", "lmdeploy", "llamacpp")
 
-
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "lmdeploy", "llamacpp"])
 def test_each_flag_and_variable_of_known_releases_has_a_class(engine: str) -> None:
     program, names = engine_of(engine).program, Path(__file__).parents[3] / engine / "tests" / "settings.txt"
     assert program.unclassed(names.read_text("utf-8").split()) == []
@@ -134,7 +132,6 @@ def estimate(model: str, chip: str, devices: int, space: dict[str, Any] | None =
 
 
 def values(found: api.Estimate, *knobs: str) -> set[tuple[Any, ...]]:
-    """The values of `knobs` of the candidates that fit."""
     fitting = [each["candidate"] for each in found.candidates if each["memory"]["fits"]]
     return {tuple(candidate.get(knob) for knob in knobs) for candidate in fitting}
 

@@ -253,15 +253,12 @@ def test_final_messages_of_the_program_are_classified(state: TrialState) -> None
     assert len(line) <= LONGEST_REASON
 
 
-VALUES = {"speculation": "ngram", "speculative_tokens": 3}
-
-
 def measured(tokens: float | None, **values: object) -> Trial:
     """A trial with a mean number of tokens per iteration."""
     found = trial(1, 100.0)
     assert found.measurement is not None
     figures = {**found.measurement.figures, **({} if tokens is None else {"drafted_share": 1.0 - 1.0 / tokens})}
-    candidate = type(found.candidate).of({**VALUES, **values})
+    candidate = type(found.candidate).of({"speculation": "ngram", "speculative_tokens": 3, **values})
     return replace(found, candidate=candidate, measurement=replace(found.measurement, figures=figures))
 
 

@@ -64,11 +64,7 @@ def by_kind(kinds: IntArray, predict: Callable[[int, IntArray], Predictions]) ->
 
 
 def predictions(
-    train: Training,
-    costs: Costs,
-    used: InUse,
-    time_s: dict[str, FloatArray],
-    interval: tuple[float, float] = INTERVAL,
+    train: Training, costs: Costs, used: InUse, time_s: dict[str, FloatArray], interval: tuple[float, float] = INTERVAL
 ) -> Predictions:
     """Return the predictions of candidates from the memory in use and the parts of the step time in seconds."""
     total: FloatArray = sum(time_s.values(), np.zeros(()))

@@ -13,17 +13,11 @@ from torch.nn import functional
 from engines.trainers.tests.decoder.job import Job, Meshes
 from engines.trainers.tests.decoder.model import DTYPES
 
-SCHEDULES = {
-    "1f1b": "1F1B",
-    "interleaved": "Interleaved1F1B",
-    "zbv": "ZBVZeroBubble",
-    "dualpipev": "DualPipeV",
-}
+SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
 """The schedule of `torch.distributed.pipelining` of each value of the knob."""
 
 
 def device_meshes(job: Job) -> Meshes:
-    """Return the meshes of all ranks."""
     each, kind = job.candidate, "cpu"
     weights = (each.pipeline, each.replicate, each.shard * each.context, each.tensor)
     samples = (each.pipeline, job.replicas, each.context, each.tensor)

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +163,9 @@ class Bed:
         line = process.stdout.readline()
         assert line == "ready\n", f"{name} does not start: {line}"
         self._started[name] = process
-        (self._first[name],) = children(process.pid)
+        (self._first[name],) = [
+            each for each in guard.all_processes() if (guard.read_ids(each) or (0,))[0] == process.pid
+        ]
 
     def boot(self, name: str) -> None:
         """Start a host, again if it was off: with an empty disk."""
@@ -211,7 +212,6 @@ class Bed:
         return _run(*self.command(name, *argv))
 
     def start(self, name: str, *argv: str, **how: Any) -> subprocess.Popen[str]:
-        """Start a command on a host."""
         return subprocess.Popen(self.command(name, *argv), text=True, **how)
 
     def _on_switch(self, command: str) -> None:
@@ -222,7 +222,6 @@ class Bed:
         self._on_switch(f"ip link set {PORT}{name} nomaster")
 
     def restore(self, name: str) -> None:
-        """Undo `cut`."""
         self._on_switch(f"ip link set {PORT}{name} master br0")
 
     def kill(self, name: str) -> None:
@@ -246,7 +245,6 @@ class Bed:
         self.run(name, "sh", "-c", "head -c 1T /dev/zero > /tmp/filled 2> /dev/null || true")
 
     def unfill(self, name: str) -> None:
-        """Undo `fill`."""
         self.run(name, "rm", "-f", "/tmp/filled")
 
     def join(self, name: str, group: Path) -> None:
@@ -332,7 +330,6 @@ class Bed:
         return Path(f"/proc/{self._first[name]}/root")
 
     def close(self) -> None:
-        """End all hosts."""
         for process in self._started.values():
             process.kill()
             process.wait()
@@ -348,11 +345,6 @@ def _client_port(pid: int) -> int:
     """Return the port on h0 of the connection by which a process was started; 0 if it has ended."""
     found = re.search(rb"\0SSH_CONNECTION=\S+ (\d+) ", b"\0" + guard.read_proc(pid, "environ"))
     return int(found[1]) if found else 0
-
-
-def children(pid: int) -> Sequence[int]:
-    """Return the processes that a process started."""
-    return [each for each in guard.all_processes() if (guard.read_ids(each) or (0,))[0] == pid]
 
 
 def _run(*argv: str) -> str:

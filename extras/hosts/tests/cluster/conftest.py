@@ -119,7 +119,6 @@ class Tune:
         self.process.wait()
 
     def finish(self) -> Any:
-        """Return the result of the tune."""
         while self.process.wait():
             self.resume()
         return self.project.result()

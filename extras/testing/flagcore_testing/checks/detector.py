@@ -235,8 +235,7 @@ def missing_variables(plugin: Subject, key: str) -> str:
 
 
 @check(
-    "name the variable that the runtime below torch reads, not that of containers or of another vendor",
-    each=_detector,
+    "name the variable that the runtime below torch reads, not that of containers or of another vendor", each=_detector
 )
 def devices_are_selected_by_an_own_variable(plugin: Subject, detector: DeviceDetector) -> Problems:
     need(detector.own_variables, "the detector names no variables of its own software")

@@ -128,8 +128,7 @@ def import_loads_no_framework(plugin: Subject, record: Record) -> Problems:
 
 
 @check(
-    "change no state of the process; do slow work, start threads and log in the hook that needs it",
-    each=_import_record,
+    "change no state of the process; do slow work, start threads and log in the hook that needs it", each=_import_record
 )
 def import_has_no_side_effects(plugin: Subject, record: Record) -> Problems:
     yield record["printed"], f"prints {record['printed'][:60]!r}"

@@ -134,7 +134,7 @@ READ = {
 """The figure of each key of `reads` in sources.yaml, and its unit."""
 
 
-@check("read the text of the transcript again, and correct smi.py or `reads` of sources.yaml", hook="telemetry")
+@check("read the text of the transcript again, and correct discover.py or `reads` of sources.yaml", hook="telemetry")
 def telemetry_is_what_a_person_reads(plugin: Subject) -> Problems:
     known = [each for each in plugin.listings if any(plugin.loaded.find_chip(listed.chip) for listed in each.lists)]
     if known and not any(each.reads for each in known):

@@ -4,12 +4,10 @@ import importlib.abc
 import importlib.util
 import sys
 
-NAME = "flagcore_training.trial.rank_device"
-
 
 class _SmallSpeedTest(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name != NAME:
+        if name != "flagcore_training.trial.rank_device":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
