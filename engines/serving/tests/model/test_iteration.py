@@ -317,6 +317,8 @@ def test_narrow_weights_leave_tables_in_16_bits() -> None:
     tables = 2 * 2 * 151936 * 4096
     wide, narrow = (weight_bytes(serving(precision=name), settings())[0] for name in ("bf16", "fp8"))
     assert narrow - tables == pytest.approx(0.5 * (wide - tables))
+    head = weight_bytes(replace(serving(precision="fp8"), head_bytes=0.6), settings())[0]  # and no embedding: llama.cpp
+    assert narrow - head == pytest.approx(tables - 0.6 * tables / 4)
 
 
 def test_a_cached_token_holds_keys_and_values_of_all_layers() -> None:
