@@ -83,7 +83,8 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     budget = np.full(weights.shape, np.inf)
     if (capacity := costs.memory.capacity_bytes()) is not None:
         driver = costs.memory.device_used_bytes(np.zeros(1)) + settings.communicators * communicator_bytes(costs.memory)
-        budget = settings.memory_fraction * capacity - (0.0 if overheads.activations_beside else driver)
+        beside = settings.memory_fraction if overheads.activations_beside else 1.0  # a share of what is free before
+        budget = settings.memory_fraction * capacity - beside * driver
     other = 0.0 if overheads.activations_beside else activations + graphs
     cache = np.where(np.isnan(settings.cache_bytes), budget - weights - adapters - other, settings.cache_bytes)
     kept = {"frees_windows": overheads.frees_windows, "indexes_all": overheads.indexes_all}

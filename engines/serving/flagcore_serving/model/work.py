@@ -119,7 +119,8 @@ class Overheads:
     - `reserve`: share of a request's answer for which the cache must have free space before the request is admitted.
       `reserved`: the most tokens of an answer that count for it.
     - `embeds_on_host`: whether devices have the head, but never the embedding.
-    - `activations_beside`: whether the engine's share of memory covers only weights and cache.
+    - `activations_beside`: whether the engine's share is one of the memory that is free before it loads weights, and
+      covers only these and the cache.
     - `whole_prompts`: whether each slot keeps its last prompt, and other tiers whole prompts. Otherwise any tokens.
     - `own_order`: whether tiers behind the devices do not refresh what the devices have (see `model/tiers.py`).
     - `loads_by_layer`: whether an iteration computes layers while the cache of later ones is loaded from other tiers.
