@@ -242,6 +242,8 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Mo
     form = checkpoint.experts or precision
     if form in STORED_BYTES and form in overheads.experts:
         overheads = replace(overheads, experts={(routed or (computed,))[0]: overheads.experts[form]})
+    if overheads.embeds_on_host and not Hardware.of(task).on_cores:
+        serving = replace(serving, head_bytes=weight_bytes or 2.0)
     return replace(serving, precision=computed, overheads=overheads, weight_bytes=weight_bytes, routed=routed)
 
 
