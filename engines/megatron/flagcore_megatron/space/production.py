@@ -262,6 +262,7 @@ def _defaults(
     is_repeated = values.get("recompute_granularity") == "full" or "moe" in modules
     is_interleaved = stages > 1 and int(values.get(VIRTUAL_STAGES) or 1) > 1
     name, is_whole = task.spec.model.name or "", graphs(settings) == WHOLE_STEP
+    dispatcher = settings.get("moe_token_dispatcher_type") or ("flex" if is_wide else "alltoall")
     is_latent = latent_layers(task.spec.model) > 0
     can_overlap = is_interleaved and task.spec.model.mtp_num_layers < 2 and not is_hybrid(task.spec.model)
     return {
@@ -271,8 +272,8 @@ def _defaults(
         **({"fp8_output_proj": True} if is_whole and _NARROW_HEADS.search(name) else {}),
         "apply_rope_fusion": is_latent == bool(_YARN[is_latent].search(name)),
         **overlaps(task, kind, settings, sharded=sharded, sequence_parallel=split),
-        "moe_token_dispatcher_type": "flex" if is_wide else "alltoall",
-        "moe_router_fusion": kind != "local",
+        "moe_token_dispatcher_type": dispatcher,
+        "moe_router_fusion": kind != "local" and not _PLAIN_ROUTERS.search(f"{name} {dispatcher}"),
         **({EXPERT_OVERLAP: True} if is_wide and can_overlap and not is_repeated else {}),
         "cp_comm_type": "p2p",
         "attention_dropout": 0.0 if flash else 0.1,  # Megatron-LM's default: older models had dropout
@@ -280,10 +281,7 @@ def _defaults(
     }
 
 
-_YARN = {
-    is_latent: re.compile(names, re.IGNORECASE)
-    for is_latent, names in ((True, r"deepseek|kimi"), (False, r"gpt[-_ ]?oss"))
-}
+_YARN = {True: re.compile(r"(?i)deepseek|kimi"), False: re.compile(r"(?i)gpt[-_ ]?oss")}
 """Models with YaRN, by whether they have latent attention. Latent attention has a fused rotary embedding only with YaRN
 (megatron-core 0.16 `transformer_config.py`), other attention only without (Megatron-Bridge @067f987d
 `utils/fusions.py`)."""
@@ -291,6 +289,10 @@ _YARN = {
 _NARROW_HEADS = re.compile(r"deepseek[-_ ]?v3|gpt[-_ ]?oss", re.IGNORECASE)
 """Models whose recipes with a graph of the whole step have the output head in MXFP8 (Megatron-Bridge @067f987d
 `perf_recipes`: fp8_output_proj)."""
+
+_PLAIN_ROUTERS = re.compile(r"nemotron(?!.*ultra)|moonlight.*alltoall|olmoe|glm-?4|qwen3-next", re.IGNORECASE)
+"""Models, with a dispatcher, whose recipes leave the router unfused, as Megatron does (Megatron-Bridge @067f987d:
+moe_router_fusion; of those for performance, 1 of Nemotron-3 Nano and Super has it, and nearly all others)."""
 
 _PAIR_PATTERN = re.compile(
     r"(?<![\w-])-{0,2}([a-z][\w-]*)\s*=\s*(\[[^\]]*\]|[^\s;,]+(?:,\w+(?![\w-]*\s*=))*)", re.IGNORECASE

@@ -221,12 +221,10 @@ def recomputed_share(recomputed: FloatArray, layers: FloatArray) -> FloatArray:
 
 def host_of(train: Training, costs: Costs) -> tuple[float, float, float]:
     """Return the seconds that the host needs for one kernel launch, and the exponents of `launch_wait` for forward and
-    backward.
-
-    The lengths of sequences are read in forward only.
-    """
+    backward. The lengths of sequences are read in forward only."""
     host = costs.kernels.launch_seconds() * (train.options.graphs != WHOLE_STEP)
-    backward = WAITING_NORM if experts_of(train.model) is not None and train.transformer_engine else LAUNCH_NORM
+    waits = experts_of(train.model) is not None and train.transformer_engine and not train.options.padded_experts
+    backward = WAITING_NORM if waits else LAUNCH_NORM
     forward = WAITING_NORM if one_by_one(train) and not train.options.rope_fusion else backward
     return (host, 1.0, 1.0) if costs.synchronous else (host, forward, backward)
 
