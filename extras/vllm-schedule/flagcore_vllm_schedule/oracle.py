@@ -240,7 +240,7 @@ def simulated_by(process: Process, question: Mapping[str, Any], result: dict[str
                     last[name] = plain.now
                 plain.outcome.gaps += gaps.items()
                 for name in found["ended"]:
-                    plain._end(known[name], 0.0)
+                    plain._end(known[name])
             plain.outcome.duration, result["runs"] = plain.now, result.get("runs", 0) + 1
             return plain.outcome
 

@@ -19,7 +19,7 @@ class Arrivals(Sequences):
 
     __slots__ = (
         *("open", "think_s", "requests", "outcome", "gaps", "longest", "apart", "coming", "entered", "next", "sent"),
-        *("parse_ends", "parse_groups", "group_arrival", "tokenized", "encoded", "ready_s"),
+        *("parse_ends", "group_arrival", "tokenized", "encoded", "ready_s"),
     )
 
     def __init__(
@@ -52,10 +52,7 @@ class Arrivals(Sequences):
             self.requests[index].parts, self.requests[index].shared = each, sum([size for _, size in each])
         self.apart: list[tuple[float, float, float]] = []
         self._add_images(price, images)
-        self.coming: list[tuple[float, int]] = []
-        self.entered: list[Request] = []
-        self.parse_ends: list[float] = []
-        self.parse_groups: list[int] = []
+        self.coming, self.entered, self.parse_ends = list[tuple[float, int]](), list[Request](), list[float]()
         self.outcome = SimulatedRun(self.requests)
         self.gaps, self.longest = self.outcome.gaps, max((request.output for request in self.requests), default=0)
         self.tokenized = self.encoded = 0.0
@@ -99,14 +96,17 @@ class Arrivals(Sequences):
             ends.append(max(ends[-1] if ends else 0.0, arrival))
             self.group_arrival = arrival
         ends[-1] += self.overheads.entry
-        self.parse_groups.append(len(ends) - 1)
+        request.group = len(ends) - 1
         self.ready_s = -1.0
 
     def _tokenized_time(self) -> float:
         """Return the time at which the next request is tokenized. One thread tokenizes all requests in order."""
-        parsed = max(self.parse_ends[self.parse_groups[self.next]], self.tokenized)
         request = self.entered[self.next]
-        return parsed + self.overheads.prompt_token * request.prompt + request.read
+        return (
+            max(self.parse_ends[request.group], self.tokenized)
+            + self.overheads.prompt_token * request.prompt
+            + request.read
+        )
 
     def _ready_time(self) -> float:
         if self.ready_s < 0.0:

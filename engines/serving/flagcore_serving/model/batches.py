@@ -293,7 +293,7 @@ class Batches(Arrivals):
             if request.ticket == ticket:
                 self._end(request, self._stop(request))
 
-    def _end(self, request: Request, tokens: float) -> None:
+    def _end(self, request: Request, tokens: float = 0.0) -> None:
         """End a request whose cache had `tokens`."""
         request.end = self.now
         if self.lag:

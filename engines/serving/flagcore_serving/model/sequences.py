@@ -1,7 +1,6 @@
 """The sequences of a simulation that decode, and the cache that they and their prompts take."""
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
@@ -9,20 +8,15 @@ from flagcore_serving.model.price import Price
 from flagcore_serving.model.request import Request
 
 
-@dataclass(slots=True)
 class Group:
-    """The sequences that take turns with others in a pipeline. The fields are those of `Sequences`."""
+    """The sequences that take turns with others in a pipeline. The attributes are those of `Sequences`."""
 
-    phases: list[int]
-    heap: list[tuple[int, int, Request]] = field(default_factory=list)
-    joined: dict[float, int] = field(default_factory=dict)
-    now: float = 0.0
-    stalled: float = 0.0
-    grown: int = 0
-    step: int = 0
-    running: int = 0
-    offset: int = 0
-    finish: int = 0
+    __slots__ = ("finish", "grown", "heap", "joined", "now", "offset", "phases", "running", "stalled", "step")
+
+    def __init__(self, block: int) -> None:
+        self.phases, self.heap, self.joined = [0] * block, list[tuple[int, int, Request]](), dict[float, int]()
+        self.now = self.stalled = 0.0
+        self.grown = self.step = self.running = self.offset = self.finish = 0
 
 
 class Sequences:
@@ -61,16 +55,12 @@ class Sequences:
         self.beside, self.block = self.lane.block - 1.0 + self.lane.fixed, 1
         self.is_tight, self.phases, self.holders = False, list[int](), Counter[int]()
         self.used_adapters, self.in_slots = Counter[int](), dict[int, None]()
-        self.queue: deque[Request] = deque()
-        self.partial: deque[Request] = deque()
-        self.loading: deque[Request] = deque()
-        self.heap: list[tuple[int, int, Request]] = []
-        self.order: list[Request] = []
-        self.ending: deque[tuple[float, float]] = deque()
+        self.queue, self.partial, self.loading = deque[Request](), deque[Request](), deque[Request]()
+        self.heap, self.order, self.joined = list[tuple[int, int, Request]](), list[Request](), dict[float, int]()
+        self.ending = deque[tuple[float, float]]()
         self.lag, self.gain = self.lane.ahead, self.lane.gain  # in iterations; tokens of one
         self.made = 0.0  # parts of a token
         self.now = self.known = self.held = self.stalled = self.used = self.freed = self.link = self.promised = 0.0
-        self.joined: dict[float, int] = {}
         self.step = self.running = self.offset = self.finish = self.tickets = self.turn = self.others = self.grown = 0
         self.preemptions = self.steady = 0
         self.free, self.groups, self.members = list[float](), list[Group](), tuple[int, ...]()
@@ -78,7 +68,7 @@ class Sequences:
         if self.lane.stages > 1.0:
             self.lag, self.free = 1.0, [0.0] * int(self.lane.stages)
             self._count_blocks()
-            self.groups = [Group(phases=[0] * self.block) for _ in self.free]
+            self.groups = [Group(self.block) for _ in self.free]
         self.marks, self.periods = self.free.copy(), self.free.copy()
 
     def _cached_tokens(self, request: Request) -> float:
