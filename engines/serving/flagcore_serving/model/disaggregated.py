@@ -168,7 +168,7 @@ class Disaggregated(Simulation):
                 time = self.price.mixed(0, tokens, tokens, 0.5 * tokens**2, 1)
                 self.now += time
                 self.stalled += time if self.running else 0.0
-            if self.overheads.reserve:
+            if self.reserve:
                 self.promised -= self._reserved(request)
             self._join(request)
             if request.first < 0:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_serving.model import simulation
+from flagcore_serving.model import batches, simulation
 from flagcore_serving.model.closed_loop import ClosedLoop, steady_state
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
 from flagcore_serving.model.iteration import IterationCosts
@@ -142,7 +142,7 @@ def test_parallel_chunks_of_a_long_prompt_take_as_long_as_sequential_ones(
     price = Price(costs, 0, lane, replace(OVER, mixes=mixes))
     lengths = [(50, 30), (20_000, 5), (300, 400), (9_000, 3)]
     at_once = Simulation(price, lengths, None, 3).run()
-    monkeypatch.setattr(simulation, "MIN_PIECES", 10**9)
+    monkeypatch.setattr(batches, "MIN_PIECES", 10**9)
     for result, expected in zip(ends(at_once), ends(Simulation(price, lengths, None, 3).run()), strict=True):
         assert result == pytest.approx(expected, rel=1e-9)
 
