@@ -198,8 +198,7 @@ def test_each_part_in_a_graph_is_launched_faster_unless_its_layer_is_recomputed(
 
 @pytest.mark.parametrize(("expert", "load"), [(1.0, 1.0), (8.0, 1.166), (64.0, 1.772)])
 def test_busiest_rank_of_natural_routing_has_the_largest_of_normal_loads(expert: float, load: float) -> None:
-    options = Options(routing_spread=0.33)
-    assert layout(expert=expert).busiest(options, 64)[0] == pytest.approx(load, abs=0.01)
+    assert layout(expert=expert).busiest(Options(routing_spread=0.33), 64)[0] == pytest.approx(load, abs=0.01)
     assert total(with_options(MOE, routing_spread=0.33), expert=expert) >= total(MOE, expert=expert)
 
 
