@@ -10,7 +10,7 @@ from flagcore_models.mixers.indexer import Indexer
 from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_training.layout import WHOLE_STEP, Layout, Options, Training, distinct
 from flagcore_training.time.layer import layer_time
-from flagcore_training.time.step import rank_time, step_time
+from flagcore_training.time.step import costs_in_run, rank_time, step_time
 from flagcore_training.weights import model_flops
 
 from engines.models.tests.examples import mixed
@@ -198,8 +198,7 @@ def test_each_part_in_a_graph_is_launched_faster_unless_its_layer_is_recomputed(
 
 @pytest.mark.parametrize(("expert", "load"), [(1.0, 1.0), (8.0, 1.166), (64.0, 1.772)])
 def test_busiest_rank_of_natural_routing_has_the_largest_of_normal_loads(expert: float, load: float) -> None:
-    options = Options(routing_spread=0.33)
-    assert layout(expert=expert).busiest(options, 64)[0] == pytest.approx(load, abs=0.01)
+    assert layout(expert=expert).busiest(Options(routing_spread=0.33), 64)[0] == pytest.approx(load, abs=0.01)
     assert total(with_options(MOE, routing_spread=0.33), expert=expert) >= total(MOE, expert=expert)
 
 
@@ -298,11 +297,11 @@ def test_isolated_kernel_times_are_scaled_in_a_step_but_not_in_a_rank() -> None:
     assert parts(made=isolated)["compute_s"] == pytest.approx(1.25 * parts()["compute_s"], rel=0.02)
     first, second = (rank_time(TRAIN, layout(), result, np.zeros(1)) for result in (costs(), isolated))
     assert [part.tolist() for part in first] == [part.tolist() for part in second]
+    assert costs_in_run(isolated).kernels.launch_seconds() > isolated.kernels.launch_seconds()
 
 
 def test_layers_with_windows_compute_only_the_scores_within_them() -> None:
-    length = {"sequence": 131072}
-    full = replace(TRAIN, **length)
+    full = replace(TRAIN, sequence=131072)
     windowed = replace(full, model=mixed(DENSE, {"window": 1024}, 24))
     whole = replace(full, model=mixed(DENSE, {"window": 131072}, 24))
     assert total(windowed) < 0.5 * total(full)

@@ -234,12 +234,14 @@ def test_published_run_fuses_what_positions_and_recipes_allow(model: Any, name: 
     assert (found.rope_fusion, found.router_fusion) == fused
 
 
-def test_published_graph_of_the_whole_step_has_a_narrow_head_where_recipes_do() -> None:
+def test_published_run_has_the_narrow_head_and_the_graphs_of_its_recipe() -> None:
     heads = [
         published({}, "full-iteration graph", model=dataclasses.replace(LATENT, name=name), precision=precision)
         for name, precision in (("DeepSeekV3", "mxfp8"), ("DeepSeekV3", "bf16"), ("Qwen3-30B-A3B", "mxfp8"))
     ]
     assert ["head" in each.mxfp8_modules for each in heads] == [True, False, False]
+    models = [dataclasses.replace(tasks.EXPERTS, name=name) for name in ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B")]
+    assert [len(published({}, "HybridEP", model=each).graphs) for each in models] == [0, 3]
 
 
 def test_published_run_overlaps_tensor_parallelism_only_in_a_fully_tuned_run() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -105,7 +104,7 @@ def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
         is_known = own is train and depth in described
         layers.append(layers[described.index(depth)] if is_known else layer_time(own, layout, costs, depth))
         described.append(depth)
-    weights = [_total(layer_parameters(train, layout, each)) for each in described]
+    weights = [sum(layer_parameters(train, layout, each).values(), np.zeros(())) for each in described]
     for group in _groups(train):
         if len(layers[group]) == 1:
             layers[group] = [_with_sums(train, costs, layers[group][0], weights[group][0])]
@@ -238,8 +237,6 @@ def launch_wait(
     and others shorter, so a pass takes longer than the maximum of both times. Their `lag`-norm is a smooth
     approximation.
     """
-    if not np.any(host):
-        return np.zeros_like(device)
     busy = np.maximum(device, MIN_SECONDS)
     ratio = launches * host / busy
     return busy * ((1.0 + ratio**lag) ** (1.0 / lag) - 1.0)
@@ -251,7 +248,3 @@ def _offload_wait(train: Training, layout: Layout, costs: Costs, stage: Stage, w
     if not (train.options.offload_modules or train.options.offload_layers):
         return np.zeros_like(window)
     return np.maximum(costs.kernels.host_copy_seconds(offloaded_bytes(train, layout, stage)) - window, 0.0)
-
-
-def _total(parts: Mapping[str, FloatArray]) -> FloatArray:
-    return sum(parts.values(), np.zeros(()))
