@@ -74,9 +74,9 @@ def test_each_group_of_a_pipeline_of_sglang_has_a_share_of_the_sequences() -> No
 
 def test_processes_per_cpu_count_front_ends_schedulers_and_devices() -> None:
     layouts = settings(instances=[1, 8, 1, 1], tensor=[8, 1, 1, 2], data=[1, 1, 8, 1])
-    kinds = uniform_kinds(layouts.instances)
-    assert crowding(with_cpus(2), kinds, layouts).tolist() == [5.0, 12.0, 8.5, 2.0]
-    assert crowding(with_cpus(None), kinds, layouts).tolist() == [1.0] * 4
+    assert crowding(with_cpus(2), uniform_kinds(layouts.instances), layouts).tolist() == [5.0, 12.0, 8.5, 2.0]
+    few, many = (figure(predicted(with_cpus(each), tensor=8), "tpot_s.p50")[0] for each in (2, None))
+    assert few - many > 5.0 * 0.766e-3  # the host's time, which is hidden otherwise
 
 
 def test_a_trial_takes_the_time_of_its_requests_at_all_points() -> None:
@@ -320,8 +320,8 @@ def test_weights_in_a_narrow_file_are_as_large_as_in_the_file(tmp_path: Path) ->
 
 
 def test_releases_have_different_overheads() -> None:
-    known = {each: overheads_of(VLLM.program.overheads, each) for each in ("0.20.2", "0.19.1", None, "0.33")}
-    assert known["0.20.2"].iteration < known["0.19.1"].iteration
+    known = {each: overheads_of(VLLM.program.overheads, each) for each in ("0.20.2", "0.12", None, "0.33")}
+    assert known["0.20.2"].iteration < known["0.12"].iteration
     assert known[None] == known["0.33"]
     assert not overheads_of(SGLANG.program.overheads, "0.5.9").mixes
     # the first with `ignore_eos` in `_get_running_request_total_token_offset` (schedule_policy.py)
