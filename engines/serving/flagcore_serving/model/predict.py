@@ -27,13 +27,7 @@ from flagcore_serving.model.work import HOST_RATE, AdaptedRequests, Overheads, S
 from flagcore_serving.space.hardware import Hardware
 from flagcore_serving.space.placement import ENCODES, InstanceKinds, uniform_kinds
 from flagcore_serving.space.settings import Settings
-from flagcore_serving.space.weights import (
-    STORED_BYTES,
-    Quantization,
-    cache_bytes_per_token,
-    cached_heads,
-    quantization,
-)
+from flagcore_serving.space.weights import STORED_BYTES, Quantization, cache_bytes_per_token, cached_heads, quantization
 
 T = TypeVar("T", IterationCosts, ServingMemory)
 COMPUTE_FORMATS = ("bf16", "fp16", "fp32")
