@@ -61,7 +61,7 @@ class Overheads:
 
     Host and front end:
 
-    - `iteration`: time of the host per iteration.
+    - `iteration`: time of the host per iteration. `hidden`: the same if it is hidden as long as each process has a CPU.
     - `sequence`: time of the host per iteration and running sequence (sampling, streaming, bookkeeping).
     - `request`: time that a request takes to reach the scheduler.
     - `entry`: time that the front end takes to accept one request. Requests are accepted one after the other.
@@ -150,6 +150,7 @@ class Overheads:
     request: float
     attention: float
     ffn: float
+    hidden: float = 0.0
     entry: float = 0.0
     event: float = 0.0
     prompt_token: float = 0.0

@@ -272,7 +272,7 @@ class PublishedRuns:
     - `cache_type`: the 8-bit type of the KV cache in runs with narrow weights on chips that compute in 4 bits.
     - `memory_flag`: the flag for the engine's share of memory, which runs raise if the weights fill most of a device.
     - `release`: the engine release for records that name none, from the time of the measurements.
-    - `engine_args`: other flags of the recipes of InferenceX.
+    - `engine_args`: other flags of the recipes of InferenceX, by a part of the model's name.
     - `drawn`: the `range_ratio` of the client on the engine's own pages, by lengths of prompts and answers.
     - `generated`: what aiconfigurator writes into the commands of servers: by knob, the first release and the value.
     - `wide_copies`, `wide_chunk`: with experts on several hosts, the least copies of experts, and the knob for the
@@ -282,7 +282,7 @@ class PublishedRuns:
     cache_type: KnobValue = None
     memory_flag: str = ""
     release: str = ""
-    engine_args: Mapping[str, EngineArg] = field(default_factory=dict)
+    engine_args: Mapping[str, Mapping[str, EngineArg]] = field(default_factory=dict)
     drawn: Mapping[tuple[int, int], float] = field(default_factory=dict)
     generated: Mapping[str, tuple[str, KnobValue]] = field(default_factory=dict)
     wide_copies: int = 0
