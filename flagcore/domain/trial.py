@@ -144,8 +144,7 @@ class Measurement:
     @property
     def interval(self) -> float:
         """Half the width of the 80% interval, relative to the step time. 0 if no step was shortened or left out."""
-        has_interval = self.few_steps or self.scaled_from is not None
-        if not has_interval or self.low_s is None or self.high_s is None:
+        if self.low_s is None or self.high_s is None or not (self.few_steps or self.scaled_from is not None):
             return 0.0
         return (self.high_s - self.low_s) / 2.0 / self.step_time_s
 
@@ -190,9 +189,7 @@ class Shortened:
     def scaled(self, measured: Measurement) -> Measurement:
         """Return a measurement of shortened steps, scaled to whole steps."""
         step = measured.step_time_s
-        rate = self.whole / self.global_batch_size / self.scale
-        if self.nodes:
-            rate *= self.nodes / self.of_nodes
+        rate = self.whole / self.global_batch_size / self.scale * (self.nodes / self.of_nodes if self.nodes else 1.0)
         sizes = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes")
         used = {name: value for name in sizes if (value := getattr(measured, name)) is not None}
         return replace(
@@ -311,20 +308,16 @@ class Trial:
 
     @property
     def is_final(self) -> bool:
-        """Whether the trial's measurement can be reported without a repeat.
-
-        This is true if no other trial ran at the same time, and the steps were whole or the trial used fewer nodes.
-        """
+        """Whether the trial's measurement can be reported without a repeat: no other trial ran at the same time, and
+        the steps were whole or the trial used fewer nodes."""
         if self.measurement is None or self.group is not None:
             return False
         return self.measurement.scaled_from is None or bool(self.fewer_nodes)
 
     @property
     def interval(self) -> float:
-        """Half the width of the relative 80% interval of the step time, without the error that all candidates share.
-
-        0 if no step was shortened or left out.
-        """
+        """Half the width of the relative 80% interval of the step time, without the error that all candidates share. 0
+        if no step was shortened or left out."""
         if self.shortened and self.shortened.nodes:
             return self.shortened.own
         return self.measurement.interval if self.measurement else 0.0

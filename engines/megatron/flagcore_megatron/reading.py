@@ -11,17 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flagcore_training.reading import (
-    MAX_MIB,
-    LogFiles,
-    Record,
-    finite_number,
-    measurement,
-    program_progress,
-    program_record,
-    read_program,
-    warmup_of_fewer,
-)
+from flagcore_training import reading
 from flagcore_vendorkit.metrics import NoMetrics
 
 from flagcore.contracts import Steps
@@ -72,7 +62,7 @@ class MegatronLog:
         self.peak_allocated_bytes: int | None = None
         self.peak_reserved_bytes: int | None = None
         self.arguments: dict[str, str] = {}
-        self.files = LogFiles(folder, self._add)
+        self.files = reading.LogFiles(folder, self._add)
 
     def __call__(self) -> tuple[float, ...]:
         """Read on, and return `step_times_s`.
@@ -95,14 +85,14 @@ class MegatronLog:
     def _add(self, line: str) -> None:
         """Read one line. If several ranks print an iteration, it is added only once."""
         if step := ITERATION.search(line):
-            milliseconds = finite_number(step[2]) or 0.0
+            milliseconds = reading.finite_number(step[2]) or 0.0
             if step[1].isdecimal() and milliseconds > 0.0:
                 self.steps.setdefault(int(step[1]), _step(line, milliseconds / 1000))
             elif step[1].isdecimal():
                 self.unusable.setdefault(int(step[1]), step[2])
         elif memory := MEMORY.search(line):
-            allocated, reserved = finite_number(memory[2]), finite_number(memory[3])
-            if allocated is not None and reserved is not None and max(allocated, reserved) < MAX_MIB:
+            allocated, reserved = reading.finite_number(memory[2]), reading.finite_number(memory[3])
+            if allocated is not None and reserved is not None and max(allocated, reserved) < reading.MAX_MIB:
                 self.peak_allocated_bytes = max(self.peak_allocated_bytes or 0, int(allocated * MIB))
                 self.peak_reserved_bytes = max(self.peak_reserved_bytes or 0, int(reserved * MIB))
         elif argument := ARGUMENT.match(line):
@@ -118,16 +108,18 @@ def read_logs(folder: str) -> MegatronLog:
 
 def _step(line: str, seconds: float) -> LoggedStep:
     loss, norm, skipped = LOSS.search(line), NORM.search(line), SKIPPED.search(line) is not None
-    losses: tuple[float | None, ...] = (finite_number(loss[1]),) if loss else ()
+    losses: tuple[float | None, ...] = (reading.finite_number(loss[1]),) if loss else ()
     if NOT_FINITE.search(line) and not skipped:
         losses = (None,)
-    return LoggedStep(seconds=seconds, losses=losses, skipped=skipped, norm=finite_number(norm[1]) if norm else None)
+    return LoggedStep(
+        seconds=seconds, losses=losses, skipped=skipped, norm=reading.finite_number(norm[1]) if norm else None
+    )
 
 
 def steps(task: Task, folder: str) -> Steps:
     """Return the steps of a running trial. A user's command is stopped after those of the trial."""
     if task.spec.train.command is None:
-        return Steps(partial(program_progress, folder))
+        return Steps(partial(reading.program_progress, folder))
     return Steps(MegatronLog(folder), limit=task.spec.control.train_iters)
 
 
@@ -135,7 +127,7 @@ def read(task: Task, candidate: Candidate, folder: str, *, partial: bool = False
     """Return the measurement of a trial. Raises NoMetrics if there are no metrics."""
     if task.spec.train.command is not None:
         return _read_command(task, candidate, folder)
-    return read_program(
+    return reading.read_program(
         task,
         folder,
         partial=partial,
@@ -144,12 +136,12 @@ def read(task: Task, candidate: Candidate, folder: str, *, partial: bool = False
     )
 
 
-def record(task: Task, folder: str) -> Record:
+def record(task: Task, folder: str) -> reading.Record:
     """Return the losses and gradient norms of a trial."""
     if task.spec.train.command is None:
-        return program_record(folder)
+        return reading.program_record(folder)
     log = read_logs(folder)
-    return Record(log.losses, [step.norm for step in log.steps.values()])
+    return reading.Record(log.losses, [step.norm for step in log.steps.values()])
 
 
 def _read_command(task: Task, candidate: Candidate, folder: str) -> Measurement:
@@ -159,11 +151,11 @@ def _read_command(task: Task, candidate: Candidate, folder: str) -> Measurement:
         raise NoMetrics(f"unusable step time: the log states {stated} ms, not a finite number above 0{log.files.note}")
     if not steps:
         raise NoMetrics(f"no line of the log has the time of an iteration{log.files.note}")
-    warmup = warmup_of_fewer(len(steps), warmup_steps(log.step_times_s, task.spec.control.warmup_iters))
+    warmup = reading.warmup_of_fewer(len(steps), warmup_steps(log.step_times_s, task.spec.control.warmup_iters))
     counted = [step for step in steps[warmup:] if not step.skipped]
     if len(steps) > warmup and not counted:
         raise NoMetrics(f"all {len(steps) - warmup} steps after the warm-up were skipped: the loss scale overflows")
-    return measurement(
+    return reading.measurement(
         task,
         [step.seconds for step in (*steps[:warmup], *counted)],
         warmup,

@@ -4,7 +4,7 @@ A family or kind of layers that is not known is read as far as its keys go, and 
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, fields, replace
 from functools import cache, partial
 from typing import Any
@@ -237,7 +237,9 @@ class Config(BaseModel):
         blocks_with_attention = [place for place, each in enumerate(layers) if isinstance(each.mixer, Attention)]
         for place in blocks_with_attention[self.num_mem_blocks or len(layers) :]:  # Zamba2 runs the first ones again
             layers[place] = replace(layers[place], repeats=True)
-        return () if _is_plain(model, layers) and len(order) == len(runs) else tuple(layers)
+        rest = {each.network for each in layers[model.moe_first_dense_layers :]}
+        is_plain = {each.mixer for each in layers} == {attention_of(model)} and len(rest) == 1
+        return () if is_plain and len(order) == len(runs) else tuple(layers)
 
     def _order(self) -> list[int]:
         """Return the numbers of the layers in the order in which they run: those of a loop several times.
@@ -374,12 +376,6 @@ class Config(BaseModel):
             or layer < (self.first_k_dense_replace or 0)
             or layer in (self.mlp_only_layers or ())
         )
-
-
-def _is_plain(model: Model, layers: Sequence[Layer]) -> bool:
-    """Return whether all layers have the model's attention, and all after the first dense ones the same network."""
-    rest = {each.network for each in layers[model.moe_first_dense_layers :]}
-    return {each.mixer for each in layers} == {attention_of(model)} and len(rest) == 1
 
 
 def _mixer(name: str, keys: Mapping[str, Any]) -> Mixer:

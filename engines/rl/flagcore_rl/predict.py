@@ -25,23 +25,9 @@ from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Columns, FloatArray, KnobValue
 from flagcore.domain.spec import Adapter, Task
+from flagcore_rl import roles
 from flagcore_rl.job import RlSpec, job_of
 from flagcore_rl.lengths import packs, tokens_of
-from flagcore_rl.roles import (
-    DEVICES,
-    ROLLOUT,
-    SHARD,
-    STALENESS,
-    THREADS,
-    engine_of,
-    keys_of,
-    layout_of,
-    serve_task,
-    serve_values,
-    shards_of,
-    train_task,
-    train_values,
-)
 
 FORWARD = 1.0 / 3.0
 """The share of a forward pass in a step without recompute: backward computes two products for each of forward."""
@@ -138,18 +124,21 @@ def predict(
     decoded = [[decode(name, code) for code in values.tolist()] for name, values in columns.items()]
     candidates = [dict(zip(columns, values, strict=True)) for values in zip(*decoded, strict=True)]
     for each in candidates:  # threads of a process split matrices, too
-        tensor, threads = each.get("tensor_model_parallel_size"), each.pop(THREADS, 1)
+        tensor, threads = each.get("tensor_model_parallel_size"), each.pop(roles.THREADS, 1)
         each["tensor_model_parallel_size"] = int(tensor or 1) * int(threads or 1)
     if not (_last and _last[0] is task and _last[1] is costs):
         _last[:] = task, costs, {}, {}
     trained = _once(
         _last[2],
         candidates,
-        lambda name: not name.startswith(ROLLOUT) or name == DEVICES,
+        lambda name: not name.startswith(roles.ROLLOUT) or name == roles.DEVICES,
         lambda found: _train(task, found, costs, framework),
     )
     rolled = _once(
-        _last[3], candidates, lambda name: name.startswith(ROLLOUT), lambda found: _roll(task, found, costs, framework)
+        _last[3],
+        candidates,
+        lambda name: name.startswith(roles.ROLLOUT),
+        lambda found: _roll(task, found, costs, framework),
     )
 
     @cache
@@ -238,22 +227,22 @@ def _steps(work: RlSpec) -> int:
     return work.epochs * -(-work.step_samples // work.optimizer_samples)
 
 
-@keys_of("rl.trainer.")
+@roles.keys_of("rl.trainer.")
 def _train(task: Task, candidates: list[Values], costs: Costs, framework: Framework) -> list[_Trained]:
     work = job_of(task)
-    engine = engine_of(work.trainer.engine, "rl.trainer.engine")
+    engine = roles.engine_of(work.trainer.engine, "rl.trainer.engine")
     counted: str = getattr(engine, "count_column", "")  # then rows of a task may have other batches than the task
     groups: dict[tuple[int, int, int, Adapter | None], list[tuple[int, int, int, bool]]] = {}
     found, memory = np.full((4, len(candidates)), np.nan), np.full((len(MEMORY), len(candidates)), np.nan)
     flops: dict[int, Callable[[], float]] = {}
     weights, experts = (2.0 * number for number in sizes_of(task.spec.model))
     steps = _steps(work)
-    is_sharded = any(knob.name == SHARD for knob in engine.knobs)
+    is_sharded = any(knob.name == roles.SHARD for knob in engine.knobs)
     for row, values in enumerate(candidates):
-        devices = task.cluster.devices - int(values.get(DEVICES) or 0)
-        tensor, pipeline, replicas = layout_of(values, devices)
+        devices = task.cluster.devices - int(values.get(roles.DEVICES) or 0)
+        tensor, pipeline, replicas = roles.layout_of(values, devices)
         expert = max(int(values.get("expert_model_parallel_size") or 1) / tensor, 1.0)
-        found[3, row] = tensor * pipeline * (shards_of(values, replicas) if is_sharded else 1)
+        found[3, row] = tensor * pipeline * (roles.shards_of(values, replicas) if is_sharded else 1)
         found[2, row] = (weights - experts + experts / expert) / found[3, row]
         for forward in (False, True):
             samples = work.step_samples if forward else work.optimizer_samples
@@ -262,9 +251,9 @@ def _train(task: Task, candidates: list[Values], costs: Costs, framework: Framew
             key = (devices, sequence, 0 if counted else batch, None if forward else work.trainer.adapter)
             groups.setdefault(key, []).append((row, held, batch, forward))
     for (devices, sequence, _batch, adapter), members in groups.items():
-        part_of = partial(train_task, task, engine, devices, sequence, adapter=adapter)
+        part_of = partial(roles.train_task, task, engine, devices, sequence, adapter=adapter)
         part = part_of(batch=members[0][2])
-        values_of = partial(train_values, engine, devices=devices)
+        values_of = partial(roles.train_values, engine, devices=devices)
         rows = [values_of(candidates[row], micro_batch=held, recompute=not fwd) for row, held, _, fwd in members]
         own, columns = costs.of(part.cluster, part.spec.work.engine), _stacked(engine, part, rows)
         if counted:
@@ -294,20 +283,20 @@ def _flops(engine: Any, part_of: Callable[..., Task], batch: int, values: Values
     return float(engine.predict(part, engine.columns(part, values), costs).model_flops)
 
 
-@keys_of("rl.rollout.")
+@roles.keys_of("rl.rollout.")
 def _roll(task: Task, candidates: list[Values], costs: Costs, framework: Framework) -> list[_Rolled]:
     work = job_of(task)
-    engine = engine_of(work.rollout.engine, "rl.rollout.engine")
+    engine = roles.engine_of(work.rollout.engine, "rl.rollout.engine")
     groups: dict[int, list[int]] = {}
     for row, values in enumerate(candidates):
-        devices = int(values.get(DEVICES) or task.cluster.devices)
+        devices = int(values.get(roles.DEVICES) or task.cluster.devices)
         groups.setdefault(devices, []).append(row)
     found: dict[int, _Rolled] = {}
     for devices, members in groups.items():
-        part = serve_task(task, devices)
+        part = roles.serve_task(task, devices)
         own = costs.of(part.cluster, part.spec.work.engine)
         own = replace(own, overheads={**framework.rollout, **costs.overheads, **own.overheads})
-        rows = [serve_values(engine, candidates[row], devices, framework.memory_share) for row in members]
+        rows = [roles.serve_values(engine, candidates[row], devices, framework.memory_share) for row in members]
         for start in range(0, len(rows), 64):  # so that all are simulated
             chosen = members[start : start + 64]
             predictions = engine.predict(part, _stacked(engine, part, rows[start : start + 64]), own)
@@ -335,7 +324,7 @@ def _step(
     seconds of a copy of so many bytes between host and device."""
     work = job_of(task)
     passes = work.old_logprobs + work.reference + work.critic
-    apart, staleness = values.get(DEVICES), int(values.get(STALENESS) or 0)
+    apart, staleness = values.get(roles.DEVICES), int(values.get(roles.STALENESS) or 0)
     training = trained.training_s * (1 + work.critic)
     logprobs, judge = trained.forward_s * passes, 0.0
     refit = refit_s(bool(apart))

@@ -28,20 +28,9 @@ from flagcore.errors import SpecError
 from flagcore.i18n import N_, Message, _
 from flagcore.spec.plain_data import package_yaml
 from flagcore_trainers import fully_shard as fs
-from flagcore_trainers import meaning, start
+from flagcore_trainers import importing, meaning, start
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard.traffic import TORCHTITAN as TORCHTITAN_PROGRAM
-from flagcore_trainers.importing import (
-    TITAN,
-    TOKENS,
-    Imported,
-    effects_of_torchtitan,
-    first_of,
-    options_of,
-    spec_of_torchtitan,
-    starts_torchtitan,
-    titan,
-)
 from flagcore_trainers.meaning import ACCUMULATION
 from flagcore_trainers.start import CONFIG_FILE, option, read_toml
 from flagcore_trainers.trainer import Trainer
@@ -49,14 +38,14 @@ from flagcore_trainers.trainer import Trainer
 
 def replicas_of_torchtitan(words: Sequence[str], content: Mapping[str, Any]) -> tuple[str, int]:
     """Return the key with the number of copies of the sharded weights, and the number: 1 without such a key."""
-    key, value = first_of(titan(words, content), "replicate")
+    key, value = importing.first_of(importing.titan(words, content), "replicate")
     return key, count_of(value)
 
 
 def stage_micro_batch(words: Sequence[str], content: Mapping[str, Any]) -> tuple[str, int]:
     """Return the key of the samples of a micro-batch of torchtitan's pipelines, and their number: by default 1."""
-    read = titan(words, content)
-    return TITAN.keys["pipeline_micro_batch"][0], read.number("pipeline_micro_batch") or 1
+    read = importing.titan(words, content)
+    return importing.TITAN.keys["pipeline_micro_batch"][0], read.number("pipeline_micro_batch") or 1
 
 
 def lacks_graphs(words: Sequence[str], content: Mapping[str, Any]) -> bool:
@@ -65,11 +54,11 @@ def lacks_graphs(words: Sequence[str], content: Mapping[str, Any]) -> bool:
     They support no pipelines, and of the dispatchers of experts only those without exchanges with the host. Source:
     torchtitan 0.3.0 `trainer.py`, `_validate_cuda_graphs`.
     """
-    given = {**dict(flat(content)), **{name_of(name): value for name, value in options_of(words).items()}}
+    given = {**dict(flat(content)), **{name_of(name): value for name, value in importing.options_of(words).items()}}
     named = (CONFIG_FILE, "training.disable_cuda_graphs")
     if any(name_of(each) in map(name_of, given) for each in named):
         return False
-    if (titan(words, content).number(fs.PP) or 1) > 1:
+    if (importing.titan(words, content).number(fs.PP) or 1) > 1:
         return True
     is_static = re.search("hybridep|minimal_async_ep", str(given.get("config")))
     return count_of(option(words, "parallelism.expert_parallel_degree")) > 1 and not is_static
@@ -89,10 +78,10 @@ class TitanCommands(Commands):
     keeps_scripts = True
 
     def role(self, command: Sequence[str], directory: str) -> str | None:
-        return "" if starts_torchtitan(parse(command, directory)) else None
+        return "" if importing.starts_torchtitan(parse(command, directory)) else None
 
-    def read(self, start: Start, directory: Path, model: str | None) -> Imported:
-        return spec_of_torchtitan(start, directory, model, list(PROGRAM["knobs"]))
+    def read(self, start: Start, directory: Path, model: str | None) -> importing.Imported:
+        return importing.spec_of_torchtitan(start, directory, model, list(PROGRAM["knobs"]))
 
 
 class TorchTitan(Trainer):
@@ -110,7 +99,7 @@ class TorchTitan(Trainer):
     def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
         given = self._given(task.spec)
         key, replicas = replicas_of_torchtitan(*given)
-        effects = effects_of_torchtitan(*given)
+        effects = importing.effects_of_torchtitan(*given)
         if replicas > 1 and self._is_like_zero(task):
             effects.append(Unmodelled(name=key, why=_REPLICAS, time=(0.8, 1.2)))
         return effects
@@ -233,7 +222,7 @@ class TorchTitan(Trainer):
         train = platform.task.spec.train
         length, samples = train.seq_length, train.global_batch_size
         sizes = {"global_batch_size": samples, "seq_len": length}
-        if self.described.knobs[fs.MBS].flag == f"--{TOKENS}":
+        if self.described.knobs[fs.MBS].flag == f"--{importing.TOKENS}":
             sizes = {"num_tokens_per_train_step": samples * length, "max_context_length": length}
         work = (word for name, size in sizes.items() for word in (f"--training.{name}", str(size)))
         spec = replace(platform.task.spec, work=replace(train, flags=(*work, *train.flags)))
@@ -241,7 +230,8 @@ class TorchTitan(Trainer):
         launch = super().launch(platform, candidate, folder, for_real=for_real)
         row = self.described.knobs.get(fs.COMPILE)
         given = (*launch.argv, *[NO_GRAPHS] * (NO_GRAPHS in self._given(spec)[0] and NO_GRAPHS not in launch.argv))
-        off = _negative(row.flag) if row and row.flag else ""
+        section, dot, name = ((row and row.flag) or "").rpartition(".")
+        off = f"{section}{dot}no-{name}" if name else ""  # such as --compile.no-enable
         usual = row is not None and row.flag == COMPILE_FLAG
         argv = [word for word in given if word != off]
         if off and candidate.as_dict()[fs.COMPILE] is False and (usual or (row and row.default)):
@@ -255,12 +245,6 @@ def _repeated(found: Predictions, passes: IntArray) -> Predictions:
     total: FloatArray = sum(time_s.values(), np.zeros(()))
     low, high = (each / found.step_time_s * total for each in (found.low_s, found.high_s))
     return replace(found, step_time_s=total, low_s=low, high_s=high, time_s=time_s)
-
-
-def _negative(flag: str) -> str:
-    """Return the option that turns a switch off, such as --compile.no-enable."""
-    section, dot, name = flag.rpartition(".")
-    return f"{section}{dot}no-{name}"
 
 
 def _merged(program: object) -> object:

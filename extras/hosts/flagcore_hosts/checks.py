@@ -156,20 +156,15 @@ def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator
     if report.devices is not None and first.devices is not None and report.chips != first.chips:
         names = {"devices": device_names(report), "host": first.host, "others": device_names(first)}
         yield _("{devices}, but {host} has {others}", **names)
-    yield from _version_problems(report, first)
+    versions, others = report.versions or {}, first.versions or {}
+    for name in sorted(name for name in versions.keys() & others.keys() if versions[name] != others[name]):
+        text = N_("{package} {version}, but {host} has {other}")
+        yield _(text, package=name, version=versions[name], host=first.host, other=others[name])
     for path, content in report.files.items():
         if not content:
             yield _("{path} is missing", path=path)
         elif first_of_all.files.get(path) not in (content, ""):
             yield _("{path} differs from the one on {host}", path=path, host=first_of_all.host)
-
-
-def _version_problems(report: HostReport, first: HostReport) -> Iterator[str]:
-    """Yield a line for each package whose version is not that of the first host of the kind."""
-    versions, others = report.versions or {}, first.versions or {}
-    for name in sorted(name for name in versions.keys() & others.keys() if versions[name] != others[name]):
-        text = N_("{package} {version}, but {host} has {other}")
-        yield _(text, package=name, version=versions[name], host=first.host, other=others[name])
 
 
 def host_warnings(reports: Sequence[HostReport]) -> Iterator[str]:

@@ -80,7 +80,10 @@ def batch_script(job: ExportJob) -> str:
         header += ["#SBATCH --exclusive", "#SBATCH --mem=0"]  # else a task has one core, and the default of memory
     lines = ["#!/bin/bash", *header, *comments(job)]
     lines.append("# Add what your site needs, such as --account and --time, to the options or to sbatch.")
-    lines += [*_unsure_name(job, job.platform.support), *_only_local(job)]
+    lines += _unsure_name(job, job.platform.support)
+    if not job.platform.task.spec.work.has_steps and "127.0.0.1" in f"{job.launch.argv}{job.launch.script}":
+        here = "# Port 8000 is open on its (first) node only: from elsewhere, use ssh -N -L 8000:127.0.0.1:8000 NODE."
+        lines.append(here)
     several, first = job.nodes > 1, "" if job.launch.script else "=${MASTER_ADDR%%[[:space:]]*}"
     needs_names = several and (bool(first) or "${HOSTS" in job.launch.script)  # otherwise the script has them
     address = ("MASTER_ADDR" if first else "HOSTS") if needs_names else ""
@@ -129,13 +132,6 @@ def _unsure_name(job: ExportJob, support: EngineSupport) -> list[str]:
     if support.slurm or support.shared_devices or job.options.get("resource"):
         return []
     return ["# Slurm's usual name of devices is gpu: if your site has another for these, export with --resource NAME."]
-
-
-def _only_local(job: ExportJob) -> list[str]:
-    """Return a comment if servers, or what is in front of them, accept requests of their own node only."""
-    if job.platform.task.spec.work.has_steps or "127.0.0.1" not in f"{job.launch.argv}{job.launch.script}":
-        return []
-    return ["# Port 8000 is open on its (first) node only: from elsewhere, use ssh -N -L 8000:127.0.0.1:8000 NODE."]
 
 
 def _script_of_kinds(job: ExportJob) -> str:

@@ -12,20 +12,12 @@ import yaml
 from flagcore.domain.launch import Start
 from flagcore.errors import UsageError
 from flagcore.i18n import N_, _
+from flagcore_importers import values
 from flagcore_importers.containers import Images, container
 from flagcore_importers.shell import inlined, is_shell_script
-from flagcore_importers.values import (
-    KEYS,
-    count_devices,
-    count_of,
-    left_out,
-    literal_variables,
-    load_documents,
-    text_of,
-)
 
 KSERVE = "serving.kserve.io"
-_SCALERS = "(Horizontal|Vertical)?PodAutoscaler|ScaledObject|AutoscalingRunner"
+SCALERS = "(Horizontal|Vertical)?PodAutoscaler|ScaledObject|AutoscalingRunner"
 MOUNTED = "mountedFiles"
 """The key, in a container, of the text of the files that it mounts, by path. It is none of Kubernetes."""
 HALVES = ("prefill", "decode")
@@ -51,8 +43,8 @@ def _pods_in(node: Mapping[str, Any], images: Images, pod: Start) -> Iterator[St
         yield from _containers(node, images, pod)
     elif isinstance(group := node.get("leaderWorkerTemplate"), Mapping):
         template = group.get("leaderTemplate") or group.get("workerTemplate")
-        size = count_of(group.get("size"))
-        pod = replace(pod, hosts=size, instances=pod.instances * count_of(node.get("replicas")))
+        size = values.count_of(group.get("size"))
+        pod = replace(pod, hosts=size, instances=pod.instances * values.count_of(node.get("replicas")))
         for start in pods_of(template, images, pod):
             job = {"LWS_GROUP_SIZE": str(size), "LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": "localhost"}
             yield replace(start, job=job)
@@ -61,7 +53,7 @@ def _pods_in(node: Mapping[str, Any], images: Images, pod: Start) -> Iterator[St
     elif (tasks := _tasks(node)) and not {*HALVES} & {str(each.get("name")) for each in tasks}:
         yield from _replicas(tasks, images, is_any=True)
     else:
-        hosts, copies, slices = (count_of(node.get(name)) for name in ("parallelism", "replicas", "slices"))
+        hosts, copies, slices = (values.count_of(node.get(name)) for name in ("parallelism", "replicas", "slices"))
         pod = replace(pod, hosts=pod.hosts * hosts, instances=pod.instances * copies * slices)
         for key, each in node.items():
             yield from pods_of(each, images, replace(pod, role=key) if key in HALVES else pod)
@@ -93,10 +85,13 @@ def _containers(node: Mapping[str, Any], images: Images, pod: Start) -> Iterator
         resources, (absent, secrets) = each.get("resources") or {}, _from_elsewhere(each)
         start = replace(
             pod,
-            envs=literal_variables(each.get("env")),
-            devices=count_devices(resources.get("limits") or resources.get("requests")),
-            instances=pod.instances * count_of(node.get("minReplicas")),  # a predictor of KServe
-            left_out=left_out(KEYS.pod, node) | left_out(KEYS.container, each) | absent | secrets,
+            envs=values.literal_variables(each.get("env")),
+            devices=values.count_devices(resources.get("limits") or resources.get("requests")),
+            instances=pod.instances * values.count_of(node.get("minReplicas")),  # a predictor of KServe
+            left_out=values.left_out(values.KEYS.pod, node)
+            | values.left_out(values.KEYS.container, each)
+            | absent
+            | secrets,
             absent=tuple(absent),
             files=each.get(MOUNTED) or {},
         )
@@ -105,7 +100,7 @@ def _containers(node: Mapping[str, Any], images: Images, pod: Start) -> Iterator
 
 def _replicas(specs: Sequence[Mapping[str, Any]], images: Images, *, is_any: bool = False) -> Iterator[Start]:
     """Yield the containers of a job with several kinds of pods: of all kinds, or of the one that starts the others."""
-    counts = [count_of(each.get("replicas")) for each in specs]
+    counts = [values.count_of(each.get("replicas")) for each in specs]
     pods = [[*pods_of(each.get("template"), images)] for each in specs]
     sizes = [max((each.devices or 0 for each in pod), default=0) for pod in pods]  # 0 for one that only starts
     hosts = sum([n for n, size in zip(counts, sizes, strict=True) if size] or counts)
@@ -135,12 +130,7 @@ def _from_elsewhere(container: Mapping[str, Any]) -> tuple[dict[str, str], dict[
     return {f"ConfigMap {each.get('name')}": f"of {name}; it is not here" for name, each in maps if each}, secrets
 
 
-def scalers_of(documents: Sequence[Any]) -> dict[str, str]:
-    """Return the documents that change the number of pods: they are not read."""
-    return {str(each["kind"]): str(each.get("spec")) for each in _of_kind(documents, _SCALERS)}
-
-
-def _of_kind(documents: Iterable[Any], pattern: str) -> list[Mapping[str, Any]]:
+def of_kind(documents: Iterable[Any], pattern: str) -> list[Mapping[str, Any]]:
     """Return the documents whose kind has a start that matches a pattern."""
     return [each for each in documents if isinstance(each, Mapping) and re.match(pattern, str(each.get("kind")))]
 
@@ -155,8 +145,8 @@ def with_runtimes(documents: Sequence[Any]) -> list[Any]:
     The arguments of the runtime precede those of the service (KServe, `MergeRuntimeContainers`). Raises UsageError for
     a service of another operator, which has other fields.
     """
-    runtimes = {_name_in(each): each for each in _of_kind(documents, ".*ServingRuntime")}
-    for service in _of_kind(documents, "InferenceService$"):
+    runtimes = {_name_in(each): each for each in of_kind(documents, ".*ServingRuntime")}
+    for service in of_kind(documents, "InferenceService$"):
         if (group := str(service.get("apiVersion", KSERVE)).partition("/")[0]) != KSERVE:
             problem = N_("the kind {kind} of {group} is not read: give the command that its pods run")
             raise UsageError(_(problem, kind=service["kind"], group=group))
@@ -176,7 +166,7 @@ def with_maps(documents: Sequence[Any], folder: Path) -> Sequence[Any]:
     )
     documents = [each for group in of_lists for each in group or ()]
     others = _maps_in(folder) if "configMap" in str(documents) else ()
-    maps = {_name_in(each): each.get("data") or {} for each in _of_kind((*others, *documents), "ConfigMap$")}
+    maps = {_name_in(each): each.get("data") or {} for each in of_kind((*others, *documents), "ConfigMap$")}
     return [_filled_in(each, maps, _scripts_of(maps.values())) for each in documents] if maps else documents
 
 
@@ -190,8 +180,8 @@ def _maps_in(folder: Path) -> Iterator[Any]:
     """Yield the documents of the YAML files with ConfigMaps in a folder."""
     for file in sorted(folder.glob("*.y*ml")):
         with suppress(yaml.YAMLError, RecursionError, ValueError):  # ValueError: an impossible date
-            if re.search(r"(?m)^kind: ConfigMap", text := text_of(file)):
-                yield from load_documents(text)
+            if re.search(r"(?m)^kind: ConfigMap", text := values.text_of(file)):
+                yield from values.load_documents(text)
 
 
 def _filled_in(node: Any, maps: Mapping[str, Mapping[str, Any]], scripts: Mapping[str, str]) -> Any:

@@ -18,7 +18,7 @@ from flagcore.i18n import _
 from flagcore_importers.batch import SLURM, UNIT, batch_job, programs_of, slurm_options, step_job
 from flagcore_importers.containers import CONTAINERS, Images, container, container_run, image_start, services_of
 from flagcore_importers.declared import read_table, servers_of
-from flagcore_importers.kubernetes import HALVES, containers_in, pods_of, scalers_of, with_maps, with_runtimes
+from flagcore_importers.kubernetes import HALVES, SCALERS, containers_in, of_kind, pods_of, with_maps, with_runtimes
 from flagcore_importers.shell import SHELLS, is_script, names_script, trace_script
 from flagcore_importers.values import literal_variables, load_documents, text_of
 
@@ -107,7 +107,7 @@ class Reader:
             text = re.sub(r"(?m)^\.\.\.$", "", text)  # parts of pages
             text = re.sub(r"(?m): \{\{ *\.?([\w.]+) *\}\}", r": '[\1]'", text)  # placeholders
             documents = with_maps(with_runtimes([*load_documents(text)]), folder)
-            scalers = scalers_of(documents)
+            scalers = {str(each["kind"]): str(each.get("spec")) for each in of_kind(documents, SCALERS)}  # not read
             found = [
                 replace(start, left_out={**start.left_out, **scalers})
                 for each in documents

@@ -128,7 +128,11 @@ def memory(run: RunData) -> Section | None:
     if prediction is None:
         return Section("memory", _("Memory"), [Text(_("The memory was not predicted."))])
     stages = [stage for stage in run.insight.get("stages") or [] if stage["components"]]
-    found = [_prediction_of(stage) for stage in stages] or [prediction]
+    peaks = [
+        {**each, "activation_gib": each["peak_allocated_gib"] - each["static_gib"], "worst_stage": each["stage"]}
+        for each in stages
+    ]
+    found = [read_prediction({"memory": each}) for each in peaks] or [prediction]
     levels = _measured_by_stage(run, len(found))
     if not any(levels) and measured and len(found) == 1:
         own = {level: getattr(measured, key) for level, key in MEASURED.items()}
@@ -174,12 +178,6 @@ def _by_stage(found: Sequence[Prediction], measured: Sequence[Mapping[str, float
         columns[_("~capacity of the KV cache, tokens")] = [cell(tokens)] * len(found)
     caption = _("Memory per device, by pipeline stage") if len(found) > 1 else _("Memory of a device")
     return table(caption, list(columns), list(zip(*columns.values(), strict=True)))
-
-
-def _prediction_of(stage: Record) -> Prediction:
-    """Return the predicted memory of a stage of `insight`, with the activations at the peak."""
-    activation_gib = stage["peak_allocated_gib"] - stage["static_gib"]
-    return read_prediction({"memory": {**stage, "activation_gib": activation_gib, "worst_stage": stage["stage"]}})
 
 
 def _components(run: RunData, stages: Sequence[Prediction]) -> Table:

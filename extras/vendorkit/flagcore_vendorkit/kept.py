@@ -113,7 +113,9 @@ def _state() -> Iterator[object]:
             yield sorted(_status(each) for each in os.scandir(folder or ".") if each.name.endswith(("-info", ".pth")))
     points = (point for group in GROUPS for each in installed(group).values() for point in each)
     names = {name.partition(".")[0] for name in (*sys.modules, *(point.value.partition(":")[0] for point in points))}
-    libraries = tuple(f"{Path(place).resolve()}{os.sep}" for place in (os.path.dirname(os.__file__), *_libraries()))
+    # the names and times of installed distributions tell their content
+    places = [folder for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))]
+    libraries = tuple(f"{Path(place).resolve()}{os.sep}" for place in (os.path.dirname(os.__file__), *places))
     for name in sorted(names):
         spec = None
         with suppress(ImportError, ValueError, AttributeError):
@@ -122,11 +124,6 @@ def _state() -> Iterator[object]:
         if os.path.isfile(origin) and (name.startswith("flagcore") or not origin.startswith(libraries)):
             yield from _files(os.path.dirname(origin) if spec and spec.submodule_search_locations else origin, 9)
     yield from _files(data_folder(), 1)
-
-
-def _libraries() -> list[str]:
-    """Return the folders of installed distributions, whose names and times tell their content."""
-    return [folder for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))]
 
 
 def _files(place: str | Path, depth: int = 0) -> Iterator[object]:

@@ -333,7 +333,7 @@ def test_devices_that_torch_cannot_use_are_reported(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(loaded_plugins, "devices", Lists.devices)
     monkeypatch.setattr(unlisted_chips, "accelerator_report", lambda: None)
     with pytest.raises(NoDevice, match="Weird 9000"):
-        unlisted_chips.uncatalogued(loaded_plugins)
+        loaded_plugins.unlisted_chip()
 
 
 @pytest.mark.slow

@@ -17,16 +17,7 @@ from flagcore.domain.records import GIB
 from flagcore.domain.trial import is_disturbed
 from flagcore.errors import UsageError
 from flagcore.i18n import _
-from flagcore.report.candidate_report import (
-    CORRECTED,
-    NOT_SIGNIFICANT,
-    PREDICTED,
-    SIGNIFICANT,
-    UNKNOWN,
-    Comparison,
-    MeasuredRuns,
-    Side,
-)
+from flagcore.report import candidate_report
 from flagcore.report.explanation import figure_pairs, memory_parts, shown_latencies
 from flagcore.tuner.run_folder import differences
 from flagcore.tuner.search_state import noise, significant
@@ -34,7 +25,7 @@ from flagcore.tuner.search_state import noise, significant
 
 def compare(
     a: str, b: str, *, spec: SpecLike | None = None, chip: str | None = None, without: Collection[str] = ()
-) -> Comparison:
+) -> candidate_report.Comparison:
     """Compare two candidates.
 
     A candidate is given as `RUN:CANDIDATE`, or as `RUN` for the best candidate of a run. RUN may also be a spec file.
@@ -60,7 +51,7 @@ def _split_name(text: str, default: SpecLike | None = None) -> tuple[SpecLike, s
     raise UsageError(_("{text} is not a run: give RUN or RUN:CANDIDATE, or --spec SPEC and two candidates", text=text))
 
 
-def compare_subjects(a: Subject, b: Subject) -> Comparison:
+def compare_subjects(a: Subject, b: Subject) -> candidate_report.Comparison:
     """Return the comparison of two candidates. Raises UsageError if one is a training job and the other a server."""
     specs = [side.snapshot.task.spec for side in (a, b)]
     if specs[0].work.kind != specs[1].work.kind:
@@ -72,7 +63,7 @@ def compare_subjects(a: Subject, b: Subject) -> Comparison:
         return figure_pairs(figures(a.predicted), figures(b.predicted)) if a.predicted and b.predicted else {}
 
     sides = _side(a), _side(b)
-    return Comparison(
+    return candidate_report.Comparison(
         a=sides[0],
         b=sides[1],
         objective=specs[0].objective,
@@ -88,11 +79,11 @@ def compare_subjects(a: Subject, b: Subject) -> Comparison:
     )
 
 
-def _side(subject: Subject) -> Side:
+def _side(subject: Subject) -> candidate_report.Side:
     """Return the state, the predictions and the measurements of one compared candidate."""
     state, because, _rules = state_of(subject)
     cluster = subject.snapshot.task.cluster
-    return Side(
+    return candidate_report.Side(
         name=subject.name,
         where=str(subject.snapshot.where),
         candidate=subject.candidate.as_dict(),
@@ -106,14 +97,14 @@ def _side(subject: Subject) -> Side:
     )
 
 
-def _measured(side: Subject) -> MeasuredRuns | None:
+def _measured(side: Subject) -> candidate_report.MeasuredRuns | None:
     """Return the medians over a candidate's measured runs, or None if there are none."""
     figures = [run.measurement for run in side.runs if run.measurement]
     if not figures:
         return None
     steps_s = [each.step_time_s for each in figures]
     used = max(each.device_used_bytes or each.peak_reserved_bytes or 0 for each in figures)
-    return MeasuredRuns(
+    return candidate_report.MeasuredRuns(
         step_time_s=side.measured_s,
         spread_s=median(each.spread_s for each in figures),
         between_s=max(steps_s) - min(steps_s) if len(figures) > 1 else None,
@@ -138,19 +129,22 @@ def _relative(a: Subject, b: Subject, a_s: float, b_s: float) -> float:
 def _times(a: Subject, b: Subject) -> tuple[tuple[float, float] | None, str]:
     """Return both step times in seconds, or None if one is unknown, and the certainty of the difference."""
     if a.snapshot.task.spec.objective != b.snapshot.task.spec.objective and _unit(a) == _unit(b) == 1.0:
-        return None, UNKNOWN
+        return None, candidate_report.UNKNOWN
     if a.measured_s and b.measured_s:
         gap = _relative(a, b, a.measured_s, b.measured_s)
         longer = max(gap, 1.0 / (1.0 + gap) - 1.0)
         steps = ([run.measurement.step_time_s / _unit(side) for run in side.runs if run.measurement] for side in (a, b))
         is_clear = significant(longer, a.runs, b.runs) and not overlap(*steps)
-        return (a.measured_s, b.measured_s), SIGNIFICANT if is_clear else NOT_SIGNIFICANT
+        return (
+            a.measured_s,
+            b.measured_s,
+        ), candidate_report.SIGNIFICANT if is_clear else candidate_report.NOT_SIGNIFICANT
     has_trials = a.snapshot.has_trials and b.snapshot.has_trials
     if has_trials and a.known_s and b.known_s:
-        return (a.known_s, b.known_s), CORRECTED
+        return (a.known_s, b.known_s), candidate_report.CORRECTED
     if a.predicted_s and b.predicted_s:
-        return (a.predicted_s, b.predicted_s), PREDICTED
-    return None, UNKNOWN
+        return (a.predicted_s, b.predicted_s), candidate_report.PREDICTED
+    return None, candidate_report.UNKNOWN
 
 
 def overlap(first: Sequence[float], second: Sequence[float]) -> bool:
@@ -173,7 +167,7 @@ def _task_differences(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
 
 
 def _reasons(
-    a: Subject, b: Subject, sides: Sequence[Side], seconds: tuple[float, float] | None, certainty: str
+    a: Subject, b: Subject, sides: Sequence[candidate_report.Side], seconds: tuple[float, float] | None, certainty: str
 ) -> list[str]:
     """Return why a candidate is illegal, or where `b` spends more or less time than `a`.
 
@@ -183,7 +177,7 @@ def _reasons(
         return [_("{name} is illegal: {reason}", name=name, reason=reason) for name, reason in illegal]
     if seconds is None:
         return [_("at least one time is unknown")]
-    sources = {PREDICTED: _("predicted"), CORRECTED: expected_text((a, b))}
+    sources = {candidate_report.PREDICTED: _("predicted"), candidate_report.CORRECTED: expected_text((a, b))}
     return [b.causes_against(a, "A", seconds, sources.get(certainty, _("measured")))] if _unit(a) == _unit(b) else []
 
 

@@ -14,19 +14,7 @@ from flagcore.domain.prediction import Belief
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import TIMED_STATES, Role, Trial, TrialState
 from flagcore.i18n import Message
-from flagcore.tuner.learning import (
-    expected_gain,
-    expected_seconds,
-    expected_times,
-    fastest_open_rows,
-    feasibility_probability,
-    full_trial_seconds,
-    observed_memory,
-    observed_times,
-    predicted_times,
-    success_probability,
-    trial_rows,
-)
+from flagcore.tuner import learning
 from flagcore.tuner.ratios import MEMORY, QUANTILE_90, Posterior, Ratios, time_scales
 from flagcore.tuner.search_state import MIN_NOISE, indifference, noise
 
@@ -122,7 +110,7 @@ class Learned:
         best_s, _, best_trial = min(feasible)
         best = math.log(best_s)
         gain = evaluation.fits * evaluation.success * evaluation.feasible
-        gain = gain * expected_gain(evaluation.log_predicted, evaluation.posterior, best)
+        gain = gain * learning.expected_gain(evaluation.log_predicted, evaluation.posterior, best)
         if because := _finished_because(context, evaluation, gain, best, best_trial):
             return Choice(row=None, because=because)
         seconds_left = context.seconds_left
@@ -159,17 +147,17 @@ def _simplest(context: SearchContext, evaluation: _Evaluation, score: FloatArray
 
 def _evaluate(context: SearchContext) -> _Evaluation:
     """Estimate times, success probabilities and costs of the untried candidates with the fastest predictions."""
-    predicted, rows = predicted_times(context), fastest_open_rows(context)
+    predicted, rows = learning.predicted_times(context), learning.fastest_open_rows(context)
     features = context.features(rows)
-    observed = observed_times(context)
-    observations = Observations.join((context.past.time, observed, expected_times(context, observed)))
+    observed = learning.observed_times(context)
+    observations = Observations.join((context.past.time, observed, learning.expected_times(context, observed)))
     posterior = Ratios(observations, features, time_scales(context.predictions)).posterior(features)
     log_predicted = np.log(predicted[rows])
     log_time = log_predicted + posterior.mean
-    fits, success = _fit_probability(context, rows, features), success_probability(context, rows)
-    full_s = full_trial_seconds(context, log_time)
-    cost_s = expected_seconds(context, log_time, full_s, fits, success)
-    feasible = feasibility_probability(context, rows, features)
+    fits, success = _fit_probability(context, rows, features), learning.success_probability(context, rows)
+    full_s = learning.full_trial_seconds(context, log_time)
+    cost_s = learning.expected_seconds(context, log_time, full_s, fits, success)
+    feasible = learning.feasibility_probability(context, rows, features)
     return _Evaluation(rows, log_predicted, posterior, log_time, fits, success, feasible, full_s, cost_s)
 
 
@@ -178,7 +166,7 @@ def _fit_probability(context: SearchContext, rows: IntArray, features: Features)
     share = context.predictions.share_in_use[rows]
     if np.isnan(share).all():
         return np.ones(rows.size)
-    observed = Observations.join((context.past.memory, observed_memory(context)))
+    observed = Observations.join((context.past.memory, learning.observed_memory(context)))
     posterior = Ratios(observed, features, MEMORY).posterior(features)
     margin = -np.log(share) - posterior.mean
     return np.asarray(np.nan_to_num(scipy.special.ndtr(margin / np.maximum(posterior.deviation, 1e-6)), nan=1.0))
@@ -232,7 +220,7 @@ def _last_max_gain(context: SearchContext) -> float:
 
 def _confirms(context: SearchContext, evaluation: _Evaluation, best: float) -> bool:
     """Return whether earlier runs predicted all measurements, and no unmeasured part of a step could hide a gain."""
-    observed, parts = observed_times(context), context.predictions.time_s
+    observed, parts = learning.observed_times(context), context.predictions.time_s
     if len(context.past.time) == 0 or len(observed) == 0 or len(parts) < 2:
         return False
     expected = Ratios(context.past.time, observed.features, time_scales(context.predictions)).posterior(
@@ -241,7 +229,7 @@ def _confirms(context: SearchContext, evaluation: _Evaluation, best: float) -> b
     deviation = np.hypot(expected.deviation, observed.noise)
     if (np.abs(observed.log_ratio - expected.mean) > MAX_DEVIATIONS * deviation).any():
         return False
-    measured = np.array([row for trial, row in trial_rows(context) if trial.measurement], dtype=np.int64)
+    measured = np.array([row for trial, row in learning.trial_rows(context) if trial.measurement], dtype=np.int64)
     shares = np.array(list(parts.values())) / np.sum(list(parts.values()), axis=0)
     share = shares[:, evaluation.rows]
     is_unmeasured = share > MIN_SHARE_RATIO * shares[:, measured].max(axis=1, keepdims=True)

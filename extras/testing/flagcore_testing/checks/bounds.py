@@ -205,16 +205,3 @@ def figures_of(chip: Chip) -> dict[str, float]:
         "nic_latency_seconds": chip.nic_latency_seconds,
     }
     return {**figures, **{key: value for key, value in latencies.items() if value is not None}}
-
-
-def figures_outside(chip: Chip) -> Iterator[Case]:
-    """Yield the figures of a chip that are implausible alone, or next to the others."""
-    figures = figures_of(chip)
-    yield from outside(figures, FIGURES)
-    if chip.link and chip.link.topology == "shared-memory":
-        del figures[LINK]
-    is_accelerator = figures.get(BANDWIDTH, 0.0) >= ACCELERATOR_BANDWIDTH
-    words = {
-        key: f"{fact.source.detail if key in (BF16, FP16) else ''} {chip.notes}" for key, fact in chip.figures.items()
-    }
-    yield from outside(figures, (*RATIOS, *(OF_ACCELERATORS if is_accelerator else ())), words)

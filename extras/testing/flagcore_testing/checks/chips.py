@@ -7,7 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 from flagcore.domain.chip import Chip, Link, normalize_name
-from flagcore_testing.checks.bounds import DENSE, HOST, LINK, figures_outside
+from flagcore_testing.checks import bounds
+from flagcore_testing.checks.bounds import DENSE, HOST, LINK
 from flagcore_testing.kit import Items, Problem, Problems, Skip, Subject, check, chips, linked, need, repeated, wrong
 
 
@@ -70,11 +71,8 @@ def chip_files_match_chip_names(plugin: Subject) -> Problems:
         chip, path = str(content.get("chip")), name.partition(" ")[0]
         file = f"chips/{chip.casefold().replace(' ', '-')}.yaml"
         is_named = path == file or (sizes[path] > 1 and file.startswith(path.removesuffix(".yaml")))
-        yield (
-            not is_named,
-            f"{name}: chip is {chip}",
-            f"name the file {file[6:]}, or a series by the start of its names",
-        )
+        fix = f"name the file {file[6:]}, or a series by the start of its names"
+        yield not is_named, f"{name}: chip is {chip}", fix
         yield is_named and names and chip not in names, f"{name}: flagcore_chips does not return {chip}"
 
 
@@ -89,7 +87,16 @@ def mappings(content: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]
 
 @check(each=chips)
 def figures_are_plausible(chip: Chip) -> Problems:
-    return figures_outside(chip)
+    figures = bounds.figures_of(chip)
+    yield from bounds.outside(figures, bounds.FIGURES)
+    if chip.link and chip.link.topology == "shared-memory":
+        del figures[LINK]
+    is_accelerator = figures.get(bounds.BANDWIDTH, 0.0) >= bounds.ACCELERATOR_BANDWIDTH
+    words = {
+        key: f"{fact.source.detail if key in (bounds.BF16, bounds.FP16) else ''} {chip.notes}"
+        for key, fact in chip.figures.items()
+    }
+    yield from bounds.outside(figures, (*bounds.RATIOS, *(bounds.OF_ACCELERATORS if is_accelerator else ())), words)
 
 
 @check("remove the peak, or the sentence", each=chips)

@@ -25,7 +25,7 @@ from flagcore.domain.launch import Launch, log_tail
 from flagcore.errors import Interrupted, NoDevice, RunError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import benchmark, target
-from flagcore_vendorkit.calibration.overlay import VENDOR, busy, facts_of
+from flagcore_vendorkit.calibration.overlay import VENDOR, busy
 from flagcore_vendorkit.calibration.store import Calibration, Calibrations
 
 SECONDS = 90.0
@@ -73,7 +73,13 @@ def calibrate(
     measurements = run_benchmark("kernels", job, environment, 2.0 * seconds + GRACE_SECONDS)
     calibration = _calibration(chip, chip_devices[0], count, measurements, other_load)
     if chip.vendor == VENDOR:
-        calibration = replace(calibration, facts=facts_of(chip, support))
+        facts = {
+            "memory_bytes": chip.memory_bytes.value if chip.memory_bytes else None,
+            "devices_per_node": chip.devices_per_node,
+            "device_type": support.device_type,
+            "distributed_backend": support.distributed_backend,
+        }
+        calibration = replace(calibration, facts=facts)
     return calibration, calibrations_of_user.save(calibration)
 
 

@@ -95,8 +95,11 @@ class ExtendedPlugins(LoadedPlugins, Named):
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
         """Return measured times within a node, and times from the topology for larger groups. Raises RunError."""
         plugin_costs, calibration = super().collective_costs(group, engine), self._calibration(group.chip)
-        if calibration is not None:
-            self._warn_about_few(group, calibration)
+        name, total = group.chip.name, group.devices_per_node
+        if calibration and calibration.devices < total and name not in self._calibrated_on_few:
+            self._calibrated_on_few.add(name)
+            text = N_("{chip} was calibrated on {count} of the {total} devices of a node; calibrate a whole node")
+            self._warn(_(text, chip=name, count=calibration.devices, total=total))
         table = collective_table(calibration) if calibration else None
         if table is None:
             return plugin_costs
@@ -115,7 +118,24 @@ class ExtendedPlugins(LoadedPlugins, Named):
         return None
 
     def unlisted_chip(self) -> tuple[Chip, EngineSupport, tuple[Device, ...]] | None:
-        return uncatalogued(self)
+        """See `LoadedPlugins`. Raises NoDevice if there is such a chip, but torch finds no accelerator, because nothing
+        can be measured then."""
+        unknown_devices = [device for device in self.devices() if self.find_chip(device.chip) is None]
+        torch_report = accelerator_report()
+        if torch_report and not unknown_devices:
+            unknown_devices = [device for device in torch_report.devices if self.find_chip(device.chip) is None]
+        if not unknown_devices:
+            return None
+        name = Counter(device.chip for device in unknown_devices).most_common(1)[0][0]
+        if torch_report is None:
+            problem = _("no installed plugin lists {chip}, and torch finds no accelerator on this machine", chip=name)
+            raise NoDevice(problem + "; " + _("install the vendor's torch, or its plugin"))
+        same_chip = tuple(device for device in unknown_devices if device.chip == name)
+        memory = min((device.memory_bytes for device in same_chip if device.memory_bytes), default=None)
+        source = Source(kind="measured", detail="reported by torch")
+        memory_fact = Fact(value=float(memory), source=source) if memory else None
+        chip = Chip(name=name, vendor=VENDOR, memory_bytes=memory_fact, devices_per_node=len(same_chip))
+        return chip, support_of(torch_report.kind, torch_report.backend, name), same_chip
 
     @property
     def identity(self) -> object:
@@ -141,13 +161,6 @@ class ExtendedPlugins(LoadedPlugins, Named):
                 self._warn("; ".join([f"{message} ({calibration[0]})", *others]))
         return self._found[chip.name]
 
-    def _warn_about_few(self, group: NodeGroup, calibration: Calibration) -> None:
-        name, count, total = group.chip.name, calibration.devices, group.devices_per_node
-        if count < total and name not in self._calibrated_on_few:
-            self._calibrated_on_few.add(name)
-            text = N_("{chip} was calibrated on {count} of the {total} devices of a node; calibrate a whole node")
-            self._warn(_(text, chip=name, count=count, total=total))
-
 
 def _installed_torch() -> str | None:
     with suppress(PackageNotFoundError):
@@ -171,39 +184,6 @@ def accelerator_report() -> TorchReport | None:
         return None
     report = query_torch("any", timeout_seconds=SECONDS)
     return report if report and report.devices else None
-
-
-def uncatalogued(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...]] | None:
-    """Return this machine's chip that no plugin lists, its engine support and its devices, or None if there is none.
-
-    Raises NoDevice if there is such a chip, but torch finds no accelerator, because nothing can be measured then.
-    """
-    unknown_devices = [device for device in loaded.devices() if loaded.find_chip(device.chip) is None]
-    torch_report = accelerator_report()
-    if torch_report and not unknown_devices:
-        unknown_devices = [device for device in torch_report.devices if loaded.find_chip(device.chip) is None]
-    if not unknown_devices:
-        return None
-    name = Counter(device.chip for device in unknown_devices).most_common(1)[0][0]
-    if torch_report is None:
-        problem = _("no installed plugin lists {chip}, and torch finds no accelerator on this machine", chip=name)
-        raise NoDevice(problem + "; " + _("install the vendor's torch, or its plugin"))
-    same_chip = tuple(device for device in unknown_devices if device.chip == name)
-    memory = min((device.memory_bytes for device in same_chip if device.memory_bytes), default=None)
-    source = Source(kind="measured", detail="reported by torch")
-    memory_fact = Fact(value=float(memory), source=source) if memory else None
-    chip = Chip(name=name, vendor=VENDOR, memory_bytes=memory_fact, devices_per_node=len(same_chip))
-    return chip, support_of(torch_report.kind, torch_report.backend, name), same_chip
-
-
-def facts_of(chip: Chip, support: EngineSupport) -> dict[str, Any]:
-    """Return the facts of a chip that no plugin lists, as plain data for its calibration."""
-    return {
-        "memory_bytes": chip.memory_bytes.value if chip.memory_bytes else None,
-        "devices_per_node": chip.devices_per_node,
-        "device_type": support.device_type,
-        "distributed_backend": support.distributed_backend,
-    }
 
 
 def chip_of(calibration: Calibration) -> Chip:
