@@ -225,6 +225,7 @@ def test_public_models_are_listed_by_words_and_start_a_spec(flag: Flag) -> None:
     [model] = json.loads(flag("models", "deepseek", "V3.2", "--json").out)
     expected = {"layers": 61, "hidden": 7168, "experts": 256, "context": 163840, "weights": "fp8"}
     assert model == {"model": "deepseek-ai/DeepSeek-V3.2", **expected}
+    assert {each["weights"] for each in json.loads(flag("models", "gpt-oss", "--json").out)} == {"mxfp4"}
     assert flag("models", "no such model", "--json").out.strip() == "[]"
     assert "Qwen/Qwen3-32B" in flag("models", "qwen3-33b").err
     made = flag("init", "--model", "Qwen/Qwen3-8B", "--engine", "vllm", "--chip", "H100")
