@@ -450,6 +450,15 @@ def test_processes_need_a_launcher(folder: Path) -> None:
         find_engine("trl", "rl.engine").launch(platform, Candidate.of({"micro_batch_size": 1}), "out")
 
 
+def test_passes_of_log_probabilities_hold_the_logits_of_their_batch() -> None:
+    """OpenRLHF issue 1066: micro_rollout_batch_size 32 with long samples is out of memory."""
+    rollout = {"engine": "vllm", "sleeps": False}
+    sizes = [{"micro_batch_size": 1, "logprob_batch_size": size} for size in (8, 16)]
+    small, large = predicted(*(record(packing=False, rollout=rollout, candidate=each) for each in sizes))
+    more = large["memory"]["device_used_gib"] - small["memory"]["device_used_gib"]
+    assert more == pytest.approx(0.1735, abs=1e-3)  # 8 samples of 364 tokens with 32,000 logits of 2 bytes
+
+
 def test_trls_updates_have_no_whole_logits() -> None:
     """trl 1.16: tiles of at most 4096 x 32768 logits, which the vocabulary of this model does not exceed."""
     tiled, whole = predicted(*(record(engine=name, trainer={"engine": "fsdp2"}) for name in ("trl", "verl")))
