@@ -59,8 +59,9 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     """Return the memory of one device of each candidate.
 
     The cache has its fixed size, if one is set. Otherwise it is the engine's share of memory, minus weights,
-    activations, graphs, driver and libraries. If `settings.on_device` is below 1, some layers with their cache,
-    and the embedding tables, are in the memory of the host.
+    activations, graphs, driver and libraries, or `settings.rest_share` of what these leave free. If
+    `settings.on_device` is below 1, some layers with their cache, and the embedding tables, are in the memory of the
+    host.
     """
     model, overheads, batched_tokens = serving.model, serving.overheads, settings.max_batched_tokens.astype(np.float64)
     weights = weight_bytes(serving, settings) - offloaded_bytes(serving, settings)
@@ -80,13 +81,15 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
         activations = np.where(settings.encodes, peak, np.maximum(activations, peak))
     graphs = np.where(settings.graph_tokens > 0, GRAPH_BYTES * model.num_layers / settings.pipeline, 0.0)
     graphs = graphs + settings.workspace_bytes
-    budget = np.full(weights.shape, np.inf)
+    budget = free = np.full(weights.shape, np.inf)
     if (capacity := costs.memory.capacity_bytes()) is not None:
         driver = costs.memory.device_used_bytes(np.zeros(1)) + settings.communicators * communicator_bytes(costs.memory)
         beside = settings.memory_fraction if overheads.activations_beside else 1.0  # a share of what is free before
-        budget = settings.memory_fraction * capacity - beside * driver
+        budget, free = settings.memory_fraction * capacity - beside * driver, capacity - driver + 0.0 * weights
     other = 0.0 if overheads.activations_beside else activations + graphs
-    cache = np.where(np.isnan(settings.cache_bytes), budget - weights - adapters - other, settings.cache_bytes)
+    rest = settings.rest_share * (free - weights - adapters - activations - graphs)
+    cache = np.where(np.isnan(settings.rest_share), budget - weights - adapters - other, rest)
+    cache = np.where(np.isnan(settings.cache_bytes), cache, settings.cache_bytes)
     kept = {"frees_windows": overheads.frees_windows, "indexes_all": overheads.indexes_all}
     tokens, sequence = np.maximum(serving.tokens, 1.0), settings.sequence_bytes
     token = token_bytes(model, settings, serving.tokens, **kept)

@@ -18,7 +18,7 @@ from flagcore_models.keys import context_of, section_of
 from flagcore_models.layers import attention_counts, mixer_counts, weights_by_group
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.public import GGUF_BITS, find_public
-from flagcore_models.quantized import format_of_weights
+from flagcore_models.quantized import format_of_weights, is_mxfp4
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task
@@ -189,7 +189,7 @@ def quantization(spec: Spec) -> Quantization | None:
         return Quantization(block=_GROUP) if public and public[1] == "int4" else None
     sizes = _block_sizes(found)
     name = format_of_weights(config)
-    is_int4 = name == "int4" and found.get("quant_method") != "mxfp4"
+    is_int4 = name == "int4" and not is_mxfp4(config)
     has_fp4_experts = "fp4" in (config.get("expert_dtype"), found.get("expert_dtype"))
     return Quantization(
         block=max(sizes, default=1),

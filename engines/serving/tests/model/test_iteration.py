@@ -389,6 +389,12 @@ def test_an_engine_may_count_activations_outside_its_share() -> None:
     assert found.cache == pytest.approx(72e9 / held.capacity_bytes() * free - found.weights)
 
 
+def test_the_cache_may_be_a_share_of_what_all_else_leaves_free() -> None:
+    found, held = memory(serving(), rest_share=0.9), costs().memory
+    rest = held.capacity_bytes() - held.device_used_bytes(found.weights + found.activations + found.graphs)
+    assert found.cache == pytest.approx(0.9 * rest, rel=1e-3)
+
+
 def test_a_cache_size_that_is_set_is_used() -> None:
     assert memory(serving(), cache_bytes=4.0 * GIB).cache[0] == 4 * GIB
 
