@@ -31,6 +31,7 @@ class Sequences:
     - `freed`: tokens of whole blocks that were taken, and are not any more, since whole blocks are counted.
     - `promised`: output tokens of admitted requests whose prompts are not yet computed.
     - `grown`: tokens of blocks that the next step needs; with pipeline stages, those of the group whose turn it is.
+      `resting`: those of sequences that were not in the last iteration, so that the engine has not taken them yet.
     - `ending`: times at which requests ended, and their cached tokens (`held`), which are still taken.
     - `joined`: sequences that joined while others waited for prompts, and since when.
 
@@ -40,10 +41,35 @@ class Sequences:
     """
 
     __slots__ = (
-        *("price", "lane", "overheads", "prefix", "capacity", "beside", "block", "is_tight", "phases", "receive"),
+        *(
+            "price",
+            "lane",
+            "overheads",
+            "prefix",
+            "capacity",
+            "beside",
+            "block",
+            "is_tight",
+            "is_shut",
+            "phases",
+            "receive",
+        ),
         *("reserve", "holders", "used_adapters", "in_slots", "queue", "partial", "loading", "heap", "order", "ending"),
         *("lag", "gain", "made", "now", "known", "held", "stalled", "used", "freed", "link", "promised", "joined"),
-        *("step", "running", "offset", "finish", "tickets", "turn", "others", "grown", "free", "groups", "calls"),
+        *(
+            "step",
+            "running",
+            "offset",
+            "finish",
+            "tickets",
+            "turn",
+            "others",
+            "grown",
+            "resting",
+            "free",
+            "groups",
+            "calls",
+        ),
         *("idle_s", "steady", "growth", "marks", "periods", "members", "preemptions"),
     )
 
@@ -53,7 +79,7 @@ class Sequences:
         self.reserve: float = self.overheads.reserve
         self.prefix, self.capacity = self.lane.shared_prefix, self.lane.cache_tokens
         self.beside, self.block = self.lane.block - 1.0 + self.lane.fixed, 1
-        self.is_tight, self.phases, self.holders = False, list[int](), Counter[int]()
+        self.is_tight, self.is_shut, self.phases, self.holders = False, False, list[int](), Counter[int]()
         self.used_adapters, self.in_slots = Counter[int](), dict[int, None]()
         self.queue, self.partial, self.loading = deque[Request](), deque[Request](), deque[Request]()
         self.heap, self.order, self.joined = list[tuple[int, int, Request]](), list[Request](), dict[float, int]()
@@ -62,7 +88,7 @@ class Sequences:
         self.made = 0.0  # parts of a token
         self.now = self.known = self.held = self.stalled = self.used = self.freed = self.link = self.promised = 0.0
         self.step = self.running = self.offset = self.finish = self.tickets = self.turn = self.others = self.grown = 0
-        self.preemptions = self.steady = 0
+        self.preemptions = self.steady = self.resting = 0
         self.free, self.groups, self.members = list[float](), list[Group](), tuple[int, ...]()
         self.calls, self.idle_s, self.growth = deque[float](), 0.0, 0.0
         if self.lane.stages > 1.0:
@@ -129,6 +155,10 @@ class Sequences:
     def _phase(self, request: Request) -> int:
         """Return the place in `phases` of the steps in which a running sequence takes another block."""
         return int(request.since + 1 - request.context + self.prefix) % self.block
+
+    def _slots(self) -> int:
+        """Return the tokens of the blocks that only the last tokens of the running sequences need."""
+        return self.running if self.block == 1 else self.block * self.phases[self.step % self.block]
 
     def _grown(self, steps: int) -> int:
         """Return the tokens of the blocks that the running sequences take in the next steps."""
@@ -200,7 +230,7 @@ class Sequences:
             self.queue.append(request)
         else:
             self.queue.appendleft(request)
-        self.preemptions += 1
+        self.preemptions, self.is_shut = self.preemptions + 1, False
         while self.heap and self.heap[0][2].ticket != self.heap[0][1]:
             heappop(self.heap)
         self._switch(turn)
