@@ -41,7 +41,7 @@ class Batches(Arrivals):
         """Return the time until which the scheduler knows what happened, and free what ended until then."""
         while self.ending and self.ending[0][0] <= self.known:
             self.held -= self.ending.popleft()[1]
-            self.is_shut = False
+            self.is_shut = self.is_shut and bool(self.free)
         return self.known
 
     def _admit(self, ended: int) -> bool:
@@ -67,8 +67,8 @@ class Batches(Arrivals):
                 cached += sum([size for part, size in request.parts if not self.holders[part]])
             required_tokens = cached + lane.admits
             if self.reserve:
-                slots = self.resting if self.lag and not self.free else self._slots()
-                required_tokens += self.reserve * self._future(request) - slots
+                required_tokens += self.reserve * self._future(request) + lane.block * (computed + 1) + 1
+                required_tokens -= self.resting if self.lag and not self.free else self._slots()
             filled = self.used + self.held + required_tokens
             if filled > price.filled:
                 price.filled = filled
@@ -79,7 +79,7 @@ class Batches(Arrivals):
             if lane.adapters:
                 self._use_adapter(request)
             if self.reserve:
-                self.promised += self._reserved(request)
+                self.promised += self._reserved(request.output)
             hit = max(request.hit, self._found(request)) if request.kept else request.hit
             self.used += cached
             if request.parts:
@@ -95,7 +95,7 @@ class Batches(Arrivals):
 
     def _future(self, request: Request) -> float:
         """Return the tokens that a request and those that were admitted before it will still generate."""
-        future = self._reserved(request) + self.promised + self.finish - self.running * self.step
+        future = self._reserved(request.output - request.made) + self.promised + self.finish - self.running * self.step
         if self.longest > self.overheads.reserved:
             running = [end - self.step for end, ticket, each in self.heap if each.ticket == ticket]
             future += sum([min(self.overheads.reserved - left, 0.0) for left in running])
@@ -103,9 +103,9 @@ class Batches(Arrivals):
             future += sum([group.finish - group.running * group.step for group in self.groups])
         return future
 
-    def _reserved(self, request: Request) -> float:
-        """Return the tokens of a request's answer that the cache must have free before it is admitted, if it must."""
-        return min(request.output - request.made, self.overheads.reserved)
+    def _reserved(self, tokens: int) -> float:
+        """Return how many of the tokens of an answer the cache must have free before the request is admitted."""
+        return min(tokens, self.overheads.reserved)
 
     def _found(self, request: Request) -> float:
         """Return the tokens of a preempted sequence whose blocks are still in the cache: no other sequence has taken
@@ -255,7 +255,7 @@ class Batches(Arrivals):
         if request.first < 0:
             request.first = self.now
         if self.reserve:
-            self.promised -= self._reserved(request)
+            self.promised -= self._reserved(request.output)
         request.made += 1
         if self._takes_block(request):
             self.used += self.block

@@ -11,11 +11,23 @@ from flagcore_serving.model.request import Request
 class Group:
     """The sequences that take turns with others in a pipeline. The attributes are those of `Sequences`."""
 
-    __slots__ = ("finish", "grown", "heap", "joined", "now", "offset", "phases", "running", "stalled", "step")
+    __slots__ = (
+        "finish",
+        "grown",
+        "heap",
+        "is_shut",
+        "joined",
+        "now",
+        "offset",
+        "phases",
+        "running",
+        "stalled",
+        "step",
+    )
 
     def __init__(self, block: int) -> None:
         self.phases, self.heap, self.joined = [0] * block, list[tuple[int, int, Request]](), dict[float, int]()
-        self.now = self.stalled = 0.0
+        self.now, self.stalled, self.is_shut = 0.0, 0.0, False
         self.grown = self.step = self.running = self.offset = self.finish = 0
 
 
@@ -213,8 +225,8 @@ class Sequences:
         self.price.filled = inf
         if self.overheads.preempted_last and self.running > 1:
             running = [each for _, ticket, each in self.heap if each.ticket == ticket]
-            least = min([(each.made - each.since, -each.prompt, each.ticket) for each in running])
-            request = next(each for each in running if each.ticket == least[2])
+            least = min([(each.made - each.since, -each.prompt, -each.ticket) for each in running])
+            request = next(each for each in running if each.ticket == -least[2])
             self.order = [each for each in self.order if each is not request]
         else:
             request = self.order.pop()
@@ -244,7 +256,7 @@ class Sequences:
         group, self.turn = self.groups[turn], turn
         self.now, self.step, self.running, self.offset = group.now, group.step, group.running, group.offset
         self.finish, self.heap, self.phases = group.finish, group.heap, group.phases
-        self.joined, self.stalled = group.joined, group.stalled
+        self.joined, self.stalled, self.is_shut = group.joined, group.stalled, group.is_shut
         self.used += group.grown - self.grown
         self.grown = group.grown
         self.others -= group.running
@@ -254,4 +266,4 @@ class Sequences:
         group = self.groups[self.turn]
         group.now, group.step, group.running, group.offset = self.now, self.step, self.running, self.offset
         group.finish, group.heap, group.phases = self.finish, self.heap, self.phases
-        group.joined, group.stalled, group.grown = self.joined, self.stalled, self.grown
+        group.joined, group.stalled, group.grown, group.is_shut = self.joined, self.stalled, self.grown, self.is_shut
