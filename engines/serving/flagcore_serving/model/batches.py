@@ -39,10 +39,9 @@ class Batches(Arrivals):
 
     def _known_time(self) -> float:
         """Return the time until which the scheduler knows what happened, and free what ended until then."""
-        if not (self.running or self.partial or self.free):
-            self.known = self.now
         while self.ending and self.ending[0][0] <= self.known:
             self.held -= self.ending.popleft()[1]
+            self.is_shut = self.is_shut and bool(self.free)
         return self.known
 
     def _admit(self, ended: int) -> bool:
@@ -53,7 +52,7 @@ class Batches(Arrivals):
         (vLLM 0.33 `v1/core/sched/scheduler.py`: WAITING_FOR_REMOTE_KVS)."""
         lane, price, computed = self.lane, self.price, ended
         ended += len(self.ending)
-        while self.queue:
+        while self.queue and not self.is_shut:
             taken = self.running + self.others + len(self.partial) + len(self.loading) + ended
             if taken >= price.needed:
                 price.needed = taken + 1.0
@@ -68,18 +67,19 @@ class Batches(Arrivals):
                 cached += sum([size for part, size in request.parts if not self.holders[part]])
             required_tokens = cached + lane.admits
             if self.reserve:
-                required_tokens += self.reserve * self._future(request)
+                required_tokens += self.reserve * self._future(request) + lane.block * (computed + 1) + 1
+                required_tokens -= self.resting if self.lag and not self.free else self._slots()
             filled = self.used + self.held + required_tokens
             if filled > price.filled:
                 price.filled = filled
             if filled > self.capacity and (self.running or self.others or ended or self.loading):
-                self.is_tight = self.block != lane.block
+                self.is_tight, self.is_shut = self.block != lane.block, self.reserve > 0.0
                 return False
             del self.queue[place]
             if lane.adapters:
                 self._use_adapter(request)
             if self.reserve:
-                self.promised += self._reserved(request)
+                self.promised += self._reserved(request.output)
             hit = max(request.hit, self._found(request)) if request.kept else request.hit
             self.used += cached
             if request.parts:
@@ -95,7 +95,7 @@ class Batches(Arrivals):
 
     def _future(self, request: Request) -> float:
         """Return the tokens that a request and those that were admitted before it will still generate."""
-        future = self._reserved(request) + self.promised + self.finish - self.running * self.step
+        future = self._reserved(request.output - request.made) + self.promised + self.finish - self.running * self.step
         if self.longest > self.overheads.reserved:
             running = [end - self.step for end, ticket, each in self.heap if each.ticket == ticket]
             future += sum([min(self.overheads.reserved - left, 0.0) for left in running])
@@ -103,9 +103,9 @@ class Batches(Arrivals):
             future += sum([group.finish - group.running * group.step for group in self.groups])
         return future
 
-    def _reserved(self, request: Request) -> float:
-        """Return the tokens of a request's answer that the cache must have free before it is admitted, if it must."""
-        return min(request.output - request.made, self.overheads.reserved)
+    def _reserved(self, tokens: int) -> float:
+        """Return how many of the tokens of an answer the cache must have free before the request is admitted."""
+        return min(tokens, self.overheads.reserved)
 
     def _found(self, request: Request) -> float:
         """Return the tokens of a preempted sequence whose blocks are still in the cache: no other sequence has taken
@@ -199,8 +199,7 @@ class Batches(Arrivals):
         if decoding:
             self._advance(self._tokens(1) if self.gain > 1.0 else 1, time)
         else:
-            self.now += time
-            self.stalled += time if self.running else 0.0
+            self._pause(time)
         if not self.free:
             self.known = self.now - self.lag * time
         for request in ended:
@@ -237,8 +236,7 @@ class Batches(Arrivals):
             self._advance(self._tokens(count), time)
             self._finish()
         else:
-            self.now += time
-            self.stalled += time if self.running else 0.0
+            self._pause(time)
         self.known = self.now - self.lag * time / count
         return True
 
@@ -257,7 +255,7 @@ class Batches(Arrivals):
         if request.first < 0:
             request.first = self.now
         if self.reserve:
-            self.promised -= self._reserved(request)
+            self.promised -= self._reserved(request.output)
         request.made += 1
         if self._takes_block(request):
             self.used += self.block
@@ -280,11 +278,17 @@ class Batches(Arrivals):
             gaps.append((gap + self.stalled, others))
         if steps > 1:
             gaps.append((gap, running * (steps - 1)))
-        self.stalled = 0.0
+        self.stalled, self.resting = 0.0, 0
         self.now += time
         self.grown = grown = self._grown(steps) if self.block > 1 else running * steps
         self.used += grown
         self.step += steps
+
+    def _pause(self, time: float) -> None:
+        """Let the running sequences wait for prompts."""
+        self.now += time
+        self.stalled += time if self.running else 0.0
+        self.resting = self._slots()
 
     def _finish(self) -> None:
         heap, step = self.heap, self.step
@@ -299,6 +303,8 @@ class Batches(Arrivals):
         if self.lag:
             self.ending.append((self.now, tokens))
             self.held += tokens
+        if self.free or not self.lag:
+            self.is_shut = False
         if not self.open and self.sent < len(self.requests):
             self.requests[self.sent].arrival = self.now + self.think_s
             self._send(self.sent)

@@ -11,11 +11,23 @@ from flagcore_serving.model.request import Request
 class Group:
     """The sequences that take turns with others in a pipeline. The attributes are those of `Sequences`."""
 
-    __slots__ = ("finish", "grown", "heap", "joined", "now", "offset", "phases", "running", "stalled", "step")
+    __slots__ = (
+        "finish",
+        "grown",
+        "heap",
+        "is_shut",
+        "joined",
+        "now",
+        "offset",
+        "phases",
+        "running",
+        "stalled",
+        "step",
+    )
 
     def __init__(self, block: int) -> None:
         self.phases, self.heap, self.joined = [0] * block, list[tuple[int, int, Request]](), dict[float, int]()
-        self.now = self.stalled = 0.0
+        self.now, self.stalled, self.is_shut = 0.0, 0.0, False
         self.grown = self.step = self.running = self.offset = self.finish = 0
 
 
@@ -31,6 +43,7 @@ class Sequences:
     - `freed`: tokens of whole blocks that were taken, and are not any more, since whole blocks are counted.
     - `promised`: output tokens of admitted requests whose prompts are not yet computed.
     - `grown`: tokens of blocks that the next step needs; with pipeline stages, those of the group whose turn it is.
+      `resting`: those of sequences that were not in the last iteration, so that the engine has not taken them yet.
     - `ending`: times at which requests ended, and their cached tokens (`held`), which are still taken.
     - `joined`: sequences that joined while others waited for prompts, and since when.
 
@@ -40,10 +53,35 @@ class Sequences:
     """
 
     __slots__ = (
-        *("price", "lane", "overheads", "prefix", "capacity", "beside", "block", "is_tight", "phases", "receive"),
+        *(
+            "price",
+            "lane",
+            "overheads",
+            "prefix",
+            "capacity",
+            "beside",
+            "block",
+            "is_tight",
+            "is_shut",
+            "phases",
+            "receive",
+        ),
         *("reserve", "holders", "used_adapters", "in_slots", "queue", "partial", "loading", "heap", "order", "ending"),
         *("lag", "gain", "made", "now", "known", "held", "stalled", "used", "freed", "link", "promised", "joined"),
-        *("step", "running", "offset", "finish", "tickets", "turn", "others", "grown", "free", "groups", "calls"),
+        *(
+            "step",
+            "running",
+            "offset",
+            "finish",
+            "tickets",
+            "turn",
+            "others",
+            "grown",
+            "resting",
+            "free",
+            "groups",
+            "calls",
+        ),
         *("idle_s", "steady", "growth", "marks", "periods", "members", "preemptions"),
     )
 
@@ -53,7 +91,7 @@ class Sequences:
         self.reserve: float = self.overheads.reserve
         self.prefix, self.capacity = self.lane.shared_prefix, self.lane.cache_tokens
         self.beside, self.block = self.lane.block - 1.0 + self.lane.fixed, 1
-        self.is_tight, self.phases, self.holders = False, list[int](), Counter[int]()
+        self.is_tight, self.is_shut, self.phases, self.holders = False, False, list[int](), Counter[int]()
         self.used_adapters, self.in_slots = Counter[int](), dict[int, None]()
         self.queue, self.partial, self.loading = deque[Request](), deque[Request](), deque[Request]()
         self.heap, self.order, self.joined = list[tuple[int, int, Request]](), list[Request](), dict[float, int]()
@@ -62,7 +100,7 @@ class Sequences:
         self.made = 0.0  # parts of a token
         self.now = self.known = self.held = self.stalled = self.used = self.freed = self.link = self.promised = 0.0
         self.step = self.running = self.offset = self.finish = self.tickets = self.turn = self.others = self.grown = 0
-        self.preemptions = self.steady = 0
+        self.preemptions = self.steady = self.resting = 0
         self.free, self.groups, self.members = list[float](), list[Group](), tuple[int, ...]()
         self.calls, self.idle_s, self.growth = deque[float](), 0.0, 0.0
         if self.lane.stages > 1.0:
@@ -130,6 +168,10 @@ class Sequences:
         """Return the place in `phases` of the steps in which a running sequence takes another block."""
         return int(request.since + 1 - request.context + self.prefix) % self.block
 
+    def _slots(self) -> int:
+        """Return the tokens of the blocks that only the last tokens of the running sequences need."""
+        return self.running if self.block == 1 else self.block * self.phases[self.step % self.block]
+
     def _grown(self, steps: int) -> int:
         """Return the tokens of the blocks that the running sequences take in the next steps."""
         first = (self.step + 1) % self.block
@@ -183,8 +225,8 @@ class Sequences:
         self.price.filled = inf
         if self.overheads.preempted_last and self.running > 1:
             running = [each for _, ticket, each in self.heap if each.ticket == ticket]
-            least = min([(each.made - each.since, -each.prompt, each.ticket) for each in running])
-            request = next(each for each in running if each.ticket == least[2])
+            least = min([(each.made - each.since, -each.prompt, -each.ticket) for each in running])
+            request = next(each for each in running if each.ticket == -least[2])
             self.order = [each for each in self.order if each is not request]
         else:
             request = self.order.pop()
@@ -200,7 +242,7 @@ class Sequences:
             self.queue.append(request)
         else:
             self.queue.appendleft(request)
-        self.preemptions += 1
+        self.preemptions, self.is_shut = self.preemptions + 1, False
         while self.heap and self.heap[0][2].ticket != self.heap[0][1]:
             heappop(self.heap)
         self._switch(turn)
@@ -214,7 +256,7 @@ class Sequences:
         group, self.turn = self.groups[turn], turn
         self.now, self.step, self.running, self.offset = group.now, group.step, group.running, group.offset
         self.finish, self.heap, self.phases = group.finish, group.heap, group.phases
-        self.joined, self.stalled = group.joined, group.stalled
+        self.joined, self.stalled, self.is_shut = group.joined, group.stalled, group.is_shut
         self.used += group.grown - self.grown
         self.grown = group.grown
         self.others -= group.running
@@ -224,4 +266,4 @@ class Sequences:
         group = self.groups[self.turn]
         group.now, group.step, group.running, group.offset = self.now, self.step, self.running, self.offset
         group.finish, group.heap, group.phases = self.finish, self.heap, self.phases
-        group.joined, group.stalled, group.grown = self.joined, self.stalled, self.grown
+        group.joined, group.stalled, group.grown, group.is_shut = self.joined, self.stalled, self.grown, self.is_shut

@@ -66,7 +66,10 @@ class Simulation(Batches):
                     continue
             elif not self.loading and self.next >= self.sent:
                 break
-            self.now = self._next_time()
+            if self.known < self.now:  # it waits for its last batch
+                self.known = self.now
+            else:
+                self.now = self.known = self._next_time()
         outcome.preemptions = self.preemptions
         outcome.duration = max(self.now, *self.free) if self.free else self.now
         return outcome

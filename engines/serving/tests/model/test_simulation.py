@@ -40,7 +40,8 @@ def token_by_token(
 ) -> list[tuple[float, float]]:
     """First and last token of each request, of an engine without preemption that looks at each iteration.
 
-    With `lane.ahead`, an iteration is planned when the one before starts: with what was ready and had ended by then.
+    With `lane.ahead`, an iteration is planned when the one before starts: with what was ready and had ended by then. If
+    there is nothing to plan, the end of that one is awaited.
     """
     lane, overheads, count = price.lane, price.overheads, len(lengths)
     ready = [inf] * count
@@ -64,7 +65,7 @@ def token_by_token(
     running: list[int] = []
     first, last = [0.0] * count, [0.0] * count
     while any(generated[place] < lengths[place][1] for place in range(count)):
-        if not lane.ahead or not (running or prompts):
+        if not lane.ahead or not (running or prompts or queue or ready[started] <= planned):
             planned, ghosts = now, 0
         while started < sent and ready[started] <= planned:
             queue.append(started)
@@ -83,7 +84,7 @@ def token_by_token(
                 ended.append(place)
                 del prompts[place]
         if not tokens and not running:
-            now = ready[started]
+            planned, ghosts, now = now, 0, now if queue else ready[started]
             continue
         decodes, planned = running if lane.mixes or not tokens else [], now
         context = sum(lengths[place][0] + generated[place] for place in decodes)
