@@ -269,7 +269,7 @@ def _train(task: Task, candidates: list[Values], costs: Costs, framework: Framew
         for place, (row, held, batch, forward) in enumerate(members):
             if forward:
                 found[1, row] = forward_s[place]
-                _tensor, pipeline, replicas = layout_of(candidates[row], devices)
+                _tensor, pipeline, replicas = roles.layout_of(candidates[row], devices)
                 logits[row] = whole * held * sequence * pipeline * replicas / devices
             else:
                 found[0, row] = steps * predictions.step_time_s[place]
