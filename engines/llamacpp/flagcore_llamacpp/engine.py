@@ -276,6 +276,7 @@ def _slot_context(task: Task, total: int) -> Rule:
 
 
 def _knob_words(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> list[str]:
+    """Return the flags for knob values."""
     words = [*knobs.arguments([knob for knob in KNOBS if knob.name != CONTEXT], values)]
     if values.get(HOST_EXPERTS) == ALL:
         place = words.index("--n-cpu-moe")

@@ -53,6 +53,7 @@ def spec(**rl: Any) -> dict[str, Any]:
 
 
 def predicted(*records: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The predictions of job records."""
     answers = list(api.estimate_jobs({**each, "id": str(number)} for number, each in enumerate(records)))
     assert [each["status"] for each in answers] == ["ok"] * len(answers), answers
     return answers

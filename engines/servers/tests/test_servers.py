@@ -48,6 +48,7 @@ FILE = {
 
 
 def imported(name: str, words: str, tmp_path: Path, **envs: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The spec of a command, and its notes by name."""
     start = Start(words=tuple(words.split()), envs=envs)
     data, notes = engine_of(name).commands.read(start, tmp_path, None)
     return data, {each.key: each.text for each in notes}

@@ -34,6 +34,7 @@ class ArrayRecord:
 
 
 def _rows(values: Any, rows: slice | IntArray) -> Any:
+    """Return the rows `rows` of an array, of a record, or of each record in a tuple."""
     if isinstance(values, tuple):
         return tuple(each[rows] for each in values)
     if isinstance(values, np.ndarray) and not isinstance(rows, slice):

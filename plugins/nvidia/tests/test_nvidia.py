@@ -362,6 +362,7 @@ def test_a_slower_chip_is_never_predicted_clearly_faster() -> None:
 
 
 def no_faster(old: Chip, new: Chip, precision: str) -> bool:
+    """Return whether, by its facts, `old` is not faster than `new`."""
     peaks = [chip.dense_flops_per_second.get(RUNS_AS.get(precision, precision)) for chip in (old, new)]
     bandwidths = [chip.memory_bandwidth_bytes_per_second for chip in (old, new)]
     return all(one and other and one.value <= other.value for one, other in (peaks, bandwidths))
