@@ -77,6 +77,7 @@ MARK = "Xq7Z"
 
 
 def secret(number: int) -> str:
+    """Return a secret that has no known format."""
     return f"{MARK}{number:02}pVt9Lm3kW2cRb8"
 
 

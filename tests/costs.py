@@ -33,6 +33,7 @@ _inner = [0.0]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--costs`."""
     parser.addoption("--costs", action="store_true", help=f"fail tests of over {LIMIT_S:g} s of processor time")
 
 
@@ -95,6 +96,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keep the costs of a report."""
     for name, cost in report.user_properties:
         if name.startswith(COST) and isinstance(cost, float):
             _costs[name[len(COST) :]] = cost

@@ -34,6 +34,7 @@ class Fork:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--forks`."""
     parser.addoption("--forks", type=int, default=0, metavar="N", help="run the tests in so many processes")
 
 

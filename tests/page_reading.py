@@ -23,6 +23,7 @@ class Element:
     inside: list[Element | str] = field(default_factory=list)
 
     def every(self, *tags: str) -> Iterator[Element]:
+        """Yield the elements below this one, of some tags or of any."""
         for each in self.inside:
             if isinstance(each, Element):
                 if not tags or each.tag in tags:
@@ -31,6 +32,7 @@ class Element:
 
     @property
     def text(self) -> str:
+        """All text in it."""
         return "".join(each if isinstance(each, str) else each.text for each in self.inside)
 
     @property
@@ -46,13 +48,16 @@ class Read:
     root: Element
 
     def section(self, anchor: str) -> Element:
+        """Return a section."""
         return next(each for each in self.root.every("section") if each.attributes["id"] == anchor)
 
     @property
     def sections(self) -> list[str]:
+        """The anchors of all sections."""
         return [each.attributes["id"] for each in self.root.every("section")]
 
     def facts(self, anchor: str) -> dict[str, Element]:
+        """Return the facts of a section, by name."""
         pairs = (each for facts in self.section(anchor).every("dl") for each in facts.every("div"))
         return {next(each.every("dt")).text: next(each.every("dd")) for each in pairs}
 
@@ -65,6 +70,7 @@ class Read:
 
     @property
     def charts(self) -> list[Element]:
+        """All charts."""
         return [each for each in self.root.every("div") if each.attributes.get("class") == "plot"]
 
 
@@ -74,6 +80,7 @@ def headings(table: Element) -> list[str]:
 
 
 def cells(table: Element) -> list[list[Element]]:
+    """Return the cells of a table's rows."""
     return [list(row.every("th", "td")) for body in table.every("tbody") for row in body.every("tr")]
 
 

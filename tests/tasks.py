@@ -160,6 +160,7 @@ def problem(
 
 
 def with_task(context: SearchContext, task: Task, **changes: Any) -> SearchContext:
+    """A context of a changed task."""
     of = dataclasses.replace(context.problem.platform, task=task, **changes)
     return dataclasses.replace(context, problem=dataclasses.replace(context.problem, platform=of))
 
@@ -196,6 +197,7 @@ def plugin(**hooks: Callable[..., object]) -> SimpleNamespace:
 
 
 def read(devices: Iterable[Device], readers: Iterable[Telemetry]) -> dict[str, Any]:
+    """The devices of a platform, and the telemetry of the first ones."""
     found = tuple(devices)
     return {"devices": found, "telemetry": dict(zip(found, readers, strict=False))}
 

@@ -223,6 +223,7 @@ def labels_of_spec(data: Mapping[str, Any]) -> Labels:
 
 
 def _engine_name(data: Mapping[str, Any]) -> str | None:
+    """Return the name of the first engine that a spec names, or None."""
     return next(iter(engines_of(data, kinds())), None)
 
 
@@ -370,6 +371,7 @@ def _with_hosts(spec: Spec) -> Spec:
 
 
 def _unknown_names(tuner: Mapping[str, Any], file: str) -> Iterator[SpecError]:
+    """Yield an error for a strategy or a launcher that is not installed."""
     for key, group, find in (("strategy", STRATEGIES, strategy), ("launcher", LAUNCHERS, launcher)):
         name = tuner.get(key)
         if isinstance(name, str) and name not in names(group):

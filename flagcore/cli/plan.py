@@ -148,6 +148,7 @@ def _show_candidate(estimate: api.Estimate, number: int, name: str, form: str) -
 
 
 def _show_evidence(estimate: api.Estimate, form: str) -> None:
+    """Print the published runs on the chip."""
     from flagcore.report.estimate import published_table
     from flagcore.report.formats import as_data
 

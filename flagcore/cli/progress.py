@@ -121,6 +121,7 @@ def live_lines(event: Event, running: Iterable[Event], passed_s: float) -> list[
 
 
 def _phase(event: Event) -> str:
+    """Return the phase of the search to which a trial belongs."""
     if event.repeats is None:
         return _(event.trial.role.value)
     return _("confirm, repeat {number}/{total}", number=event.repeats[0] + 1, total=event.repeats[1])

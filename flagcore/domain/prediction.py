@@ -212,6 +212,7 @@ class Predictions:
         return None if np.isnan(capacity) else capacity
 
     def _array_fields(self) -> list[str]:
+        """Return the names of the fields that are arrays, except those listed in `_BY_NAME`."""
         return [each.name for each in fields(self) if isinstance(getattr(self, each.name), np.ndarray)]
 
     def take(self, rows: IntArray) -> Predictions:

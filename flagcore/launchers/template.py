@@ -163,6 +163,7 @@ def serve(channel: socket.socket, program: ModuleType) -> None:
 
 
 def _guard_trial(program: ModuleType, template: int, control: int, report: int, stdout: int, stderr: int) -> int:
+    """Run the guard in a fork of the template."""
     gc.disable()  # a garbage collection would copy all memory that is shared with the template
     os.setsid()
     for number, source in enumerate((os.open(os.devnull, os.O_RDONLY), stdout, stderr)):
@@ -191,6 +192,7 @@ def _run_program(program: ModuleType, argv: list[bytes], environment: dict[bytes
 
 
 def _exit_after(work: Callable[..., int], *arguments: Any) -> NoReturn:
+    """Run `work`, and exit this process with the code that it returns."""
     code = 1
     try:
         code = work(*arguments)

@@ -83,6 +83,7 @@ def network_level(
 
 
 def _link_level(link: Link, devices: int) -> Level:
+    """Return the topology level of `devices` devices that `link` connects."""
     crowding = (PCIE_CROWDING if link.peer_access else STAGED_CROWDING) if link.topology == "pcie" else 0.0
     pair_share = {"mesh": 1.0 / max(devices - 1, 1), "ring": 0.5 if devices > 2 else 1.0}.get(link.topology, 1.0)
     shared = link.topology == "shared-memory"  # the processor copies the data itself, one step after another

@@ -302,6 +302,7 @@ def _candidates_table(estimate: Estimate) -> str:
 
 
 def _recommended_text(estimate: Estimate) -> str:
+    """Return why the marked candidate is recommended."""
     best = estimate.recommended
     nearest = nearest_limit(flat_statistics(best), estimate.limits)
     limit = "; " + _("nearest limit: {limit}", limit=nearest[0]) if nearest else ""

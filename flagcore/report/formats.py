@@ -84,6 +84,8 @@ class _Column:
 
 
 def _side_by_side(columns: Sequence[_Column], widths: Sequence[int]) -> str:
+    """Join columns to the text of a table."""
+
     def lines(row: Sequence[str]) -> Iterator[str]:
         texts = [wrapped(cell, w) if columns_of(cell) > w else [cell] for cell, w in zip(row, widths, strict=True)]
         for line in zip_longest(*texts, fillvalue=""):
@@ -97,6 +99,7 @@ def _side_by_side(columns: Sequence[_Column], widths: Sequence[int]) -> str:
 
 
 def _total(widths: Sequence[int]) -> int:
+    """Return the width of a table whose columns have these widths."""
     return sum(widths) + len(BETWEEN) * (len(widths) - 1)
 
 

@@ -389,6 +389,7 @@ class Result(_Object):
 
 
 def _numbers(data: object, path: KeyPath) -> Iterator[tuple[KeyPath, float]]:
+    """Yield the numbers in plain data with their keys."""
     if isinstance(data, (int, float)):
         yield path, data
     elif isinstance(data, (dict, list)):

@@ -301,7 +301,7 @@ def with_fields(section: type[M], suffix: str = "", **fields: Any) -> type[M]:
     return create_model(section.__name__ + suffix, __base__=section, __doc__=section.__doc__, **fields)
 
 
-DEFAULTS: Mapping[str, Any] = {"seq_length": 4096, "global_batch_size": 512, "precision": "bf16"}
+DEFAULTS: Mapping[str, Any] = {"seq_length": 4096, "global_batch_size": 512, "precision": "auto"}
 """The values that a new spec needs, with their defaults."""
 PARTS: Mapping[str, type[Section]] = {"train": TrainSection}
 """The sections of a new spec. The last one has the values in DEFAULTS."""

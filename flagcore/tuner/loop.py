@@ -174,6 +174,7 @@ class _Search:
             self._run(planned)
 
     def _run(self, planned: Trial) -> None:
+        """Run a trial and wait for its end."""
         self._start(planned)
         self._finish(self.pool.next_finished())
 
@@ -184,6 +185,7 @@ class _Search:
         self.pool.start(trial, partial(self.runner.run, best=best, on_wait=partial(self.progress.emit, "trial_waits")))
 
     def _finish(self, trial: Trial) -> None:
+        """Learn from a trial."""
         self.hosts.note(trial)
         self.progress.finish(trial)
 

@@ -150,6 +150,7 @@ class TrialRunner:
         return replace(outcome, candidate=trial.candidate)
 
     def _probe(self, trial: Trial) -> Trial:
+        """Probe the ranks of a candidate."""
         assert trial.time_limit is not None
         platform = with_hosts(self.problem.platform, self.launcher)
         result = probe(

@@ -26,6 +26,8 @@ STUDY, START, END, CLOSE = 0, 4, 5, 6
 
 
 def lines(change: Callable[[Lines], object]) -> Damage:
+    """Change the lines of the journal."""
+
     def damage(run: Path) -> None:
         content = (run / "journal.log").read_bytes().splitlines(keepends=True)
         change(content)
@@ -119,6 +121,7 @@ def link(path: Path) -> None:
 
 
 def link_folder(path: Path) -> None:
+    """Link to a folder outside the run."""
     outside(path).with_name("outside_folder").mkdir()
     path.symlink_to(outside(path).with_name("outside_folder"))
 

@@ -68,6 +68,7 @@ Message = str | tuple[str, ...]
 
 
 def sources() -> Catalog:
+    """Return all messages of the sources."""
     catalogue = Catalog(project="flagcore", domain="flagcore", fuzzy=False)
     for file in sorted([*CORE.rglob("*.py"), *ROOT.glob("e[nx]*/*/flagcore_*/**/*.py")]):
         text, file_name = file.read_text(encoding="utf-8"), str(file.relative_to(ROOT))
@@ -107,6 +108,7 @@ def _texts(content: object, keys: Collection[str], key: str = "") -> Iterator[st
 
 
 def _help(tree: ast.Module) -> Iterator[str]:
+    """Yield the help of commands and options."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and any(map(_is_command, node.decorator_list)):
             for paragraph in inspect.cleandoc(ast.get_docstring(node) or "").split("\n\n"):
@@ -121,6 +123,7 @@ def _is_command(decorator: ast.expr) -> bool:
 
 
 def translations() -> Catalog:
+    """Return the Chinese catalogue."""
     with FILE.open("rb") as stream:
         return read_po(stream, locale="zh")
 

@@ -12,6 +12,7 @@ MARK = "TEST_MARK"
 
 
 def marked(word: str) -> set[int]:
+    """Return the processes with MARK=word in their environment."""
     text = f"{MARK}={word}\0".encode()
     return {pid for pid in guard.all_processes() if text in guard.read_proc(pid, "environ")}
 

@@ -101,6 +101,7 @@ def counts(block: Block) -> None:
 
 
 def folders(block: Block) -> None:
+    """Each folder of a layout exists."""
     assert all((ROOT / each.split()[0]).is_dir() for each in block.text.splitlines())
 
 
@@ -130,6 +131,7 @@ def log_line(block: Block) -> None:
 
 
 def knob_row(block: Block) -> None:
+    """A row of Megatron's knobs."""
     for name, row in yaml.safe_load(block.text).items():
         assert knob_of_row(name, row).searchable
 

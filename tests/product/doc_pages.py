@@ -35,6 +35,7 @@ class Block:
 
 
 def blocks_of(page: str, text: str) -> tuple[Block, ...]:
+    """Return the fenced blocks of a page, in their order."""
     found = []
     for match in FENCE.finditer(text):
         caption = CAPTION.search(text[: match.start()])
@@ -48,4 +49,5 @@ BLOCKS = tuple(block for page in PAGES for block in blocks_of(page, without_bloc
 
 
 def prose(page: str) -> str:
+    """Return a page without its blocks."""
     return FENCE.sub("", TEXT[page])

@@ -92,6 +92,7 @@ def costs(devices: int = 8) -> Costs:
 def times(
     model: Model = DENSE, precision: str = "bf16", overheads: Overheads = OVER, **arguments: object
 ) -> IterationCosts:
+    """The costs of iterations of a model with settings."""
     return iteration_costs(
         Serving(model=model, precision=precision, overheads=overheads), settings(**arguments), costs()
     )

@@ -30,6 +30,7 @@ PLAIN_SPACE = {
 
 
 def task(*of: Any, **train: Any) -> Task:
+    """A task on one node that trains with Megatron."""
     return tasks.task(*of, **{"engine": "megatron", **train})
 
 

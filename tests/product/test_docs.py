@@ -211,6 +211,7 @@ def _kinds(kind: type[errors.FlagError]) -> Iterator[type[errors.FlagError]]:
 
 
 def _keys(data: Any) -> Iterator[str]:
+    """Yield all keys of nested plain data."""
     for key, value in data.items() if isinstance(data, dict) else ():
         yield key
         yield from _keys(value)
@@ -228,6 +229,7 @@ def test_options_that_sentences_name_exist() -> None:
 
 
 def _are_options(line: str) -> bool:
+    """Return whether all options of a command line exist."""
     words, command = line.partition(" -- ")[0].split(), flag
     while words and isinstance(command, click.Group):
         command = command.get_command(click.Context(command), words.pop(0))

@@ -49,4 +49,5 @@ def error_of() -> Callable[..., SpecError]:
 
 @pytest.fixture
 def read_error(read: Callable[..., Spec], error_of: Callable[..., SpecError]) -> Callable[..., SpecError]:
+    """Read like `read` and return the error."""
     return lambda *args, **kwargs: error_of(read, *args, **kwargs)

@@ -28,6 +28,7 @@ UNTIMED = replace(tasks.CHIP, dense_flops_per_second={}, memory_bandwidth_bytes_
 
 
 def plugin(chip: Chip = UNTIMED, count: int = 2, *, gib: float = 64, **support: Any) -> SimpleNamespace:
+    """A plugin for `count` devices of a chip."""
     answer = EngineSupport(support=Support.YES, device_type="xpu", distributed_backend="gloo", **support)
     found = [Device(index=n, chip="test-chip", memory_bytes=int(gib * 2**30)) for n in range(count)]
     return tasks.plugin(chips=lambda: [chip], devices=lambda: found, engine_support=lambda: answer)

@@ -17,7 +17,7 @@ from flagcore_models.gguf import context_length
 from flagcore_models.layers import layers_of, mixer_counts
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.networks.experts import Experts
-from flagcore_models.public import find_public
+from flagcore_models.public import GGUF_BITS, find_public
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import Instance, address
@@ -276,6 +276,7 @@ def _slot_context(task: Task, total: int) -> Rule:
 
 
 def _knob_words(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> list[str]:
+    """Return the flags for knob values."""
     words = [*knobs.arguments([knob for knob in KNOBS if knob.name != CONTEXT], values)]
     if values.get(HOST_EXPERTS) == ALL:
         place = words.index("--n-cpu-moe")
@@ -286,7 +287,7 @@ def _knob_words(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, .
     if values.get(KV) is not None:
         words += ["--cache-type-k", str(values[KV]), "--cache-type-v", str(values[KV])]
     if values.get(SPLIT) is None and count(values, TP) > 1:
-        words += ["--split-mode", "row"]
+        words += ["--split-mode", "tensor"]
     if values.get(THREADS) is None and cores and count(values, INSTANCES) > 1:
         words += ["--threads", str(len(cores))]
     return words
@@ -417,7 +418,13 @@ class LlamaCpp(ServingEngine):
         )
 
     def warnings(self, task: Task) -> Sequence[str]:
-        weights = task.spec.serve.weights or ""
+        weights, form = task.spec.serve.weights or "", task.spec.serve.precision
+        if _is_repository(weights) and form in GGUF_BITS:
+            text = N_(
+                "{weights} is taken in {form}, {bits} bits per weight; a tag, such as :Q5_K_M, names another format"
+            )
+            line = _(text, weights=weights, form=form.upper(), bits=f"{GGUF_BITS[form]:.3g}")
+            return [*super().warnings(task), line]
         if not weights or os.path.isfile(weights) or weights.endswith(".gguf") or _is_repository(weights):
             return super().warnings(task)
         text = N_("serve.weights: {weights} is no GGUF file, which llama-server needs; set the path or name of one")
@@ -425,7 +432,7 @@ class LlamaCpp(ServingEngine):
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
         """Return merges that ignore knobs without effect, and that treat llama.cpp's defaults as not set."""
-        default_codes = [PROGRAM.code(SPLIT, name) for name in ("none", "layer", "row")]
+        default_codes = [PROGRAM.code(SPLIT, name) for name in ("none", "layer", "tensor")]
 
         def is_default_ubatch(c: Columns) -> BoolArray:
             return np.equal(c[N_UBATCH], np.minimum(UBATCH, PROGRAM.values(c, N_BATCH)))
@@ -435,7 +442,7 @@ class LlamaCpp(ServingEngine):
         return (
             ignoring("batch_threads_as_threads", (THREADS, BATCH_THREADS), lambda c: c[BATCH_THREADS] == c[THREADS]),
             *same_as_unset(PROGRAM),
-            # TP and PP already imply these modes: none for one device, layer for stages, row for tensor parallelism.
+            # TP and PP already imply these modes: none for one device, layer for stages, tensor for TP.
             ignoring("split_by_default", (SPLIT,), lambda c: np.isin(c[SPLIT], default_codes)),
             ignoring("ubatch_by_default", (N_BATCH, N_UBATCH), is_default_ubatch),
             *((nothing_to_offload, ignoring("nothing_on_host", (HOST_EXPERTS,), lambda c: True)) if on_cores else ()),

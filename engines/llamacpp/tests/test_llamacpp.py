@@ -76,12 +76,17 @@ def test_a_context_of_0_is_that_of_the_model_and_public_gguf_files_are_downloade
 
 
 @pytest.mark.parametrize(
-    ("weights", "is_refused"), [("Qwen/Qwen3-8B", True), ("a/Qwen3-8B-GGUF", False), ("m.gguf", False)]
+    ("weights", "said"),
+    [
+        ("Qwen/Qwen3-8B", "is no GGUF file"),
+        ("a/Qwen3-8B-GGUF", "is taken in Q4_K_M, 4.89 bits"),
+        ("m.gguf", "does not exist here"),
+    ],
 )
-def test_weights_that_llama_cpp_cannot_load_are_named(weights: str, is_refused: bool) -> None:
+def test_weights_that_llama_cpp_cannot_load_and_formats_of_repositories_are_named(weights: str, said: str) -> None:
     task = cores()
-    task = replace(task, spec=replace(task.spec, work=replace(task.spec.work, weights=weights)))
-    assert any(f"{weights} is no GGUF file" in each for each in ENGINE.warnings(task)) == is_refused
+    task = replace(task, spec=replace(task.spec, work=replace(task.spec.work, weights=weights, precision="q4_k_m")))
+    assert any(f"{weights} {said}" in each for each in ENGINE.warnings(task))
 
 
 def test_a_space_may_use_yaml_words() -> None:

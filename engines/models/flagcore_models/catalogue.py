@@ -18,7 +18,7 @@ from flagcore_models.config import model_of_config
 from flagcore_models.gguf import gguf_shape, with_layers
 from flagcore_models.keys import MODELS, context_of, section_of
 from flagcore_models.public import find_public, public_models, public_name, similar_models
-from flagcore_models.quantized import format_of_weights
+from flagcore_models.quantized import format_of_weights, is_mxfp4
 
 __all__ = ["of_keys", "public_model", "public_name", "read", "similar_models", "table"]
 
@@ -70,7 +70,7 @@ def table(words: Iterable[str]) -> list[dict[str, Any]]:
                     "hidden": model.hidden_size,
                     "experts": model.experts or None,
                     "context": context_of(config),
-                    "weights": format_of_weights(config) or "bf16",
+                    "weights": "mxfp4" if is_mxfp4(config) else format_of_weights(config) or "bf16",
                 }
             )
     return records

@@ -18,6 +18,8 @@ from flagcore_models.quantized import format_of_weights
 
 _NAMES = package_yaml(__package__, "names.yaml")
 FORMATS, _SAME_SHAPE = _NAMES["formats"], _NAMES["same_shape"]
+GGUF_BITS: Mapping[str, float] = _NAMES["gguf"]
+"""Bits per weight of the formats of GGUF files."""
 _FILE = "public_models.yaml"
 
 
@@ -45,6 +47,8 @@ def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
     config, (stem, weights), lower = dict(_table()[found]), _stem(name), name.lower()
     if lower.endswith("-base"):  # only DeepSeek-V4's experts that were trained further have 4 bits
         config.pop("expert_dtype", None)
+    if weights is None and "gguf" in lower and format_of_weights(config) != "int4":  # those in mxfp4 stay in it
+        weights = _NAMES["usual_gguf"]
     if any(f"-{word}" in lower for word in _NAMES["in_bf16"].get(lower.partition("/")[0], ())):
         weights = weights or "bf16"
     for date, (family, tokens) in _NAMES["contexts"].items():
@@ -95,15 +99,23 @@ def similar_models(name: str) -> list[str]:
 @lru_cache(maxsize=4096)
 def _stem(name: str) -> tuple[str, str | None]:
     """Return the part of a repository's name that determines the shape, and the weight format at its end, if any."""
-    words, weights = name.lower().rpartition("/")[2].replace("quantized.", "quantized-").split("-"), None
+    lower = name.lower().replace(":", "-").replace(".gguf", "-gguf")  # tags and files of repositories with GGUF files
+    own = re.sub("^[a-z]+_(?=.*gguf)", "", lower.rpartition("/")[2])  # such as Qwen_Qwen3-8B-GGUF
+    words, weights = own.replace("quantized.", "quantized-").split("-"), None
     words = words[1:] if words[0] in _NAMES["owners"] and len(words) > 1 else words
     words = [*words[:1], *(each for each in words[1:] if each not in ("instruct", "chat"))]
     while len(words) > 1 and (
-        words[-1] in _SAME_SHAPE or words[-1] in FORMATS or re.fullmatch(r"[01]\d{3}|2[3-6]\d\d", words[-1])
+        words[-1] in _SAME_SHAPE or _format(words[-1]) or re.fullmatch(r"[01]\d{3}|2[3-6]\d\d", words[-1])
     ):
-        last = FORMATS.get(words.pop())
+        last = _format(words.pop())
         weights = weights or last
     return "-".join(words), weights
+
+
+def _format(word: str) -> str | None:
+    """Return the format of weights that a word of a name means, or None."""
+    starts = [word[:length] for length in range(len(word), 3, -1)]
+    return FORMATS.get(word) or next((kind for each in starts for kind in GGUF_BITS if kind.startswith(each)), None)
 
 
 def model_of(given: str | None, names: Sequence[object], directory: Path, notes: Notes) -> str:

@@ -41,6 +41,11 @@ def format_of_weights(config: Mapping[str, Any]) -> str | None:
     return {"fp4": four, "fp8": "fp8", "int8": "int8", "int4": "int4"}.get(name)
 
 
+def is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Return whether a Hugging Face config.json has weights in mxfp4 of transformers."""
+    return section_of(config, "quantization_config").get("quant_method") == "mxfp4"
+
+
 def has_fp8_cache(model: Model, methods: tuple[str, ...]) -> bool:
     """Return whether the config.json of a model quantized by one of the `methods` says that the KV cache has FP8."""
     stated, start = dict(model.unread), "quantization_config."

@@ -101,6 +101,7 @@ _CLUSTER = """\
 at=$MASTER_ADDR:$MASTER_PORT
 up() { ray status --address="$at" 2> /dev/null | grep -c "^ *1 node_"; }
 joined() { for _ in $(seq 60); do [ "$(up)" -ge "$1" ] && break; sleep 5; done; }
+own=${ROCR_VISIBLE_DEVICES:-}; unset ROCR_VISIBLE_DEVICES; [ -z "$own" ] || export HIP_VISIBLE_DEVICES="$own"
 if [ "$NODE_RANK" = 0 ]; then place="--head --port=$MASTER_PORT"; else place=--address=$at; joined 1; fi
 ray start $place --block & trap "kill $!; wait $!" EXIT
 joined "$1"; shift
@@ -109,7 +110,7 @@ while [ "$(up)" -gt 0 ]; do sleep 10; done
 """
 """Each node starts Ray in the foreground of the script, which stops only what it started. The first node waits up to 5
 minutes for the others, runs the command, and ends with its exit code; the others end when the first one is gone. Tried
-with Ray 2.60."""
+with Ray 2.60. Slurm assigns AMD's devices by a variable with which Ray does not start (since 2.45: `amd_gpu.py`)."""
 _FIRST = '[ "$NODE_RANK" != 0 ] || exec "$@"'
 """A job that is submitted starts nothing of its cluster."""
 

@@ -230,6 +230,7 @@ def _mini_batch(mini: int, total: int, notes: Notes) -> dict[str, int]:
 
 
 def _lengths(read: Reading, notes: Notes) -> dict[str, Any]:
+    """Return the lengths of prompts and answers."""
     found: dict[str, Any] = {}
     for part, longest in zip(("prompt_len", "answer_len"), _longest(read), strict=True):
         found[part] = {"mean": max(longest * USUAL, 1), "longest": longest}

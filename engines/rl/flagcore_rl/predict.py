@@ -1,7 +1,8 @@
 """Predicts the step of a job of reinforcement learning from the predictions of its trainer and its rollout.
 
 - Generation: the serving simulation of all samples at once. The longest answers decode alone, and end it.
-- Log-probabilities: forward passes of the trainer over all samples, a third of a step without recompute.
+- Log-probabilities: forward passes of the trainer over all samples, a third of a step without recompute. A pass holds
+  its micro-batch's logits in 16 bits, unless the framework computes them in tiles.
 - Training: the trainer's step for each mini-batch, with packed micro-batches.
 - Rewards: the time of functions, and a forward pass of a reward model, whose weights stay on the trainer's devices.
 - Refit: the new weights are gathered on each instance of the rollout.
@@ -234,6 +235,7 @@ def _train(task: Task, candidates: list[Values], costs: Costs, framework: Framew
     counted: str = getattr(engine, "count_column", "")  # then rows of a task may have other batches than the task
     groups: dict[tuple[int, int, int, Adapter | None], list[tuple[int, int, int, bool]]] = {}
     found, memory = np.full((4, len(candidates)), np.nan), np.full((len(MEMORY), len(candidates)), np.nan)
+    logits = np.zeros(len(candidates))
     flops: dict[int, Callable[[], float]] = {}
     weights, experts = (2.0 * number for number in sizes_of(task.spec.model))
     steps = _steps(work)
@@ -256,6 +258,7 @@ def _train(task: Task, candidates: list[Values], costs: Costs, framework: Framew
         values_of = partial(roles.train_values, engine, devices=devices)
         rows = [values_of(candidates[row], micro_batch=held, recompute=not fwd) for row, held, _, fwd in members]
         own, columns = costs.of(part.cluster, part.spec.work.engine), _stacked(engine, part, rows)
+        whole = 0.0 if part.spec.train.assumed else 2.0 * task.spec.model.vocab_size
         if counted:
             sizes = columns["micro_batch_size"] * columns["data_parallel_size"]
             columns = {**columns, counted: np.array([batch for _row, _held, batch, _fwd in members]) // sizes}
@@ -263,14 +266,17 @@ def _train(task: Task, candidates: list[Values], costs: Costs, framework: Framew
         times = predictions.time_s
         passes = [share * times[name] for name, share in FORWARD_PARTS.items() if name in times]
         forward_s = np.sum(passes, axis=0) if passes else FORWARD * predictions.step_time_s
-        for place, (row, _held, batch, forward) in enumerate(members):
+        for place, (row, held, batch, forward) in enumerate(members):
             if forward:
                 found[1, row] = forward_s[place]
+                _tensor, pipeline, replicas = roles.layout_of(candidates[row], devices)
+                logits[row] = whole * held * sequence * pipeline * replicas / devices
             else:
                 found[0, row] = steps * predictions.step_time_s[place]
                 is_known, alone = batch == members[0][2], partial(_flops, engine, part_of, batch, rows[place], own)
                 flops[row] = partial(float, predictions.model_flops) if is_known else alone
                 memory[:, row] = [getattr(predictions, name)[place] for name in MEMORY]
+    memory[1:] += np.maximum(memory[0] + logits - memory[1], 0.0)
     return [
         _Trained(training, forward, memory[:, row], held, shares, flops[row])
         for row, (training, forward, held, shares) in enumerate(found.T.tolist())

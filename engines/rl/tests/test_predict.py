@@ -1,6 +1,8 @@
 """Laws of predicted steps, and the rules of the space. Commands of the frameworks become specs, and trials change only
 what differs."""
 
+import os
+import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from flagcore_importers.command import read_command
+from flagcore_rl.commands import on_all_nodes
 from flagcore_rl.engine import NEMO_RL
 from flagcore_rl.job import Lengths
 from flagcore_rl.lengths import quantiles
@@ -50,6 +53,7 @@ def spec(**rl: Any) -> dict[str, Any]:
 
 
 def predicted(*records: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The predictions of job records."""
     answers = list(api.estimate_jobs({**each, "id": str(number)} for number, each in enumerate(records)))
     assert [each["status"] for each in answers] == ["ok"] * len(answers), answers
     return answers
@@ -449,8 +453,28 @@ def test_processes_need_a_launcher(folder: Path) -> None:
         find_engine("trl", "rl.engine").launch(platform, Candidate.of({"micro_batch_size": 1}), "out")
 
 
+def test_passes_of_log_probabilities_hold_the_logits_of_their_batch() -> None:
+    """OpenRLHF issue 1066: micro_rollout_batch_size 32 with long samples is out of memory."""
+    rollout = {"engine": "vllm", "sleeps": False}
+    sizes = [{"micro_batch_size": 1, "logprob_batch_size": size} for size in (8, 16)]
+    small, large = predicted(*(record(packing=False, rollout=rollout, candidate=each) for each in sizes))
+    more = large["memory"]["device_used_gib"] - small["memory"]["device_used_gib"]
+    assert more == pytest.approx(0.1735, abs=1e-3)  # 8 samples of 364 tokens with 32,000 logits of 2 bytes
+
+
 def test_trls_updates_have_no_whole_logits() -> None:
     """trl 1.16: tiles of at most 4096 x 32768 logits, which the vocabulary of this model does not exceed."""
     tiled, whole = predicted(*(record(engine=name, trainer={"engine": "fsdp2"}) for name in ("trl", "verl")))
     saved = whole["memory"]["device_used_gib"] - tiled["memory"]["device_used_gib"]
     assert saved > 10 * 1152 * MODEL["vocab_size"] / 2**30
+
+
+def test_ray_starts_with_the_devices_that_slurm_assigns(tmp_path: Path) -> None:
+    """Ray 2.45 raises an error if ROCR_VISIBLE_DEVICES is set."""
+    ray, found = tmp_path / "ray", tmp_path / "ray.log"
+    ray.write_text('#!/bin/sh\n[ "$1" != status ] || exec echo " 1 node_"\n(set | grep VISIBLE) > "$0.log"\n')
+    ray.chmod(0o755)
+    places = {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "ROCR_VISIBLE_DEVICES": "2,3"}
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(on_all_nodes(("sleep", "0.3"), 1), env={**places, **path}, check=True)
+    assert found.read_text().replace("'", "") == "HIP_VISIBLE_DEVICES=2,3\n"

@@ -189,7 +189,7 @@ class ServingEngine(EngineProfile):
         if overheads.whole_unless_latent and not latent_layers(task.spec.model):
             overheads = replace(overheads, mixes=False)
         if on_host:
-            overheads = replace(overheads, attention=0.0, latent=0.0, ffn=0.0, experts={})
+            overheads = replace(overheads, attention=0.0, latent=0.0, ffn=0.0, experts={}, launch=0.0)
             if self.host_times is not None:
                 iteration, sequence = self.host_times
                 overheads = replace(overheads, iteration=iteration, sequence=sequence, request=3e-3, entry=0.5e-3)

@@ -59,7 +59,7 @@ def published(engine: EngineProfile, task: Task, values: Mapping[str, KnobValue]
     version = serve.engine_version or ""
     if runs.release and release(version) is None and not build_of(engine.program.overheads, version):
         serve = replace(serve, engine_version=runs.release)
-    serve, lengths = _as_sent(serve, runs), (serve.loads[0].input_len, serve.loads[0].output_len)
+    serve, lengths = _as_sent(serve, runs, task.spec.model.name), (serve.loads[0].input_len, serve.loads[0].output_len)
     assumed = _as_in_production(engine, task, parsed)
     if GENERATOR in notes and lengths not in INFERENCEX and not parsed.get(PREFILL_DECODE) and count(parsed, PP) == 1:
         known = release(serve.engine_version or "") or ()
@@ -80,12 +80,13 @@ def published(engine: EngineProfile, task: Task, values: Mapping[str, KnobValue]
     return Published(task, parsed, noted, _assumed(engine, task, parsed, noted))
 
 
-def _as_sent(serve: ServeSpec, runs: PublishedRuns) -> ServeSpec:
+def _as_sent(serve: ServeSpec, runs: PublishedRuns, model: str) -> ServeSpec:
     """Return the job with the flags of the recipes, and the range of lengths, of the client that has its lengths."""
     load = serve.loads[0]
     lengths, drawn = (load.input_len, load.output_len), runs.drawn if load.num_prompts else {}
     if lengths in INFERENCEX and load.num_prompts in (None, WAVES_IN_FLIGHT * (load.concurrency or 0)):
-        serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
+        args = {flag: value for word, each in runs.engine_args.items() if word in model for flag, value in each.items()}
+        serve = replace(serve, engine_args={**args, **serve.engine_args})
         drawn = {lengths: STEADY_RATIO}
     if load.range_ratio == 1.0 and load.concurrency:
         serve = replace(serve, loads=(replace(load, range_ratio=drawn.get(lengths, 1.0)),))

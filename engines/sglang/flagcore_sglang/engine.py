@@ -25,7 +25,7 @@ class Sglang(ServingEngine):
         cache_type="fp8_e4m3",
         memory_flag="mem-fraction-static",
         release="0.5.9",
-        engine_args={servers.RECEIVE: 30, "max-prefill-tokens": 32768},  # as in InferenceMAX's recipes
+        engine_args={"": {servers.RECEIVE: 30, "max-prefill-tokens": 32768}},  # as in InferenceMAX's recipes
         # sgl-project/sgl-cookbook runs `bench_serving` without a range, so that lengths start from 1 (500 prompts of
         # up to 1,000 tokens have 249,331).
         drawn={(1000, 1000): 0.0, (1000, 8000): 0.0, (8000, 1000): 0.0},

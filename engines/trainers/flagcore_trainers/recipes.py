@@ -112,6 +112,7 @@ def _check(read: Reading, notes: Notes) -> None:
 
 
 def _precision(read: Reading) -> str:
+    """Return the precision of matrix products."""
     if read.is_on("fp16"):
         return "fp16"
     return "fp32" if read.is_on("fp32") and not read.is_on("bf16") else "bf16"
@@ -177,6 +178,7 @@ def _lengths(read: Reading, longest: int, notes: Notes) -> dict[str, Any]:
 
 
 def _adapter(read: Reading, notes: Notes) -> dict[str, Any]:
+    """Return `train.adapter`."""
     kind = str(read.value("adapter") or "full").lower().replace("true", "lora")
     if kind in _FULL:
         return {}
@@ -287,6 +289,7 @@ def on_fsdp(read: Reading, replicas: int) -> Part:
 
 
 def _on_megatron(read: Reading, model: Model) -> Part:
+    """Return the part of a job on Megatron-LM, with its settings."""
     read.drop(*OF_SHARDS, "checkpointing", "deepspeed", "pure")
     baseline: dict[str, Any] = {name: size for name in SIZES if (size := read.size(name)) > 1}
     baseline["use_distributed_optimizer"] = read.is_on("use_distributed_optimizer")
@@ -302,6 +305,7 @@ def _on_megatron(read: Reading, model: Model) -> Part:
 
 
 def _recompute(read: Reading) -> dict[str, Any]:
+    """Return the knobs of recomputation on Megatron-LM."""
     granularity = read.value(RECOMPUTE[0])
     if granularity not in ("selective", "full"):
         return {"use_recompute": False}

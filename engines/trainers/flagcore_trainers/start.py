@@ -89,6 +89,7 @@ def _flag_words(flag: str, value: KnobValue) -> list[str]:
 
 
 def _without_flag(words: Sequence[str], flag: str, is_switch: bool) -> list[str]:
+    """Return the words of a command without a flag and its value."""
     kept: list[str] = []
     start, skip = flag.partition("{}")[0] if "{}" in flag else f"{flag}=", False
     for word in words:

@@ -208,6 +208,8 @@ def _without_vote(schedule: Any, stages: list[Any], *_: Any) -> None:
 
 
 def predicted(job: Job, loss_parts: int = 1) -> tuple[float, float]:
+    """Return the predictions of what `counted` returns."""
+
     def one(number: float) -> Any:
         return np.array([float(number)])
 

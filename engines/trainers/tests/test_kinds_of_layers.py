@@ -60,6 +60,7 @@ def model(name: str) -> Model:
 def predicted(
     engine: str, model: Model, values: dict[str, Any] | None = None, devices: int = 64, **train: Any
 ) -> Predictions:
+    """Return the predictions of one candidate, which is legal."""
     chosen, command = ENGINES[engine], None if engine == "fsdp2" else ("x", "--deepspeed", "ds.json")
     ranks = {SHARD: devices} if engine == "fsdp2" else {}
     job = task(model, engine=engine, devices=devices, global_batch_size=64, command=command, **train)

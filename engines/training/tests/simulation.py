@@ -134,6 +134,7 @@ def zero_bubble(p: int, m: int, *, h2: bool) -> Orders:
 
 
 def orders_of(passes: Passes) -> Orders:
+    """Return the order of passes on each device in a step."""
     p, m, schedule = len(passes.forward_s), passes.microbatches, passes.schedule
     if schedule == "interleaved" and passes.virtual > 1:
         return interleaved(p, m, passes.virtual)
@@ -188,6 +189,7 @@ def layout(**values: Any) -> Layout:
 
 
 def train(model: Model = LLAMA, **values: Any) -> Training:
+    """Return the work of a step."""
     return Training(model=model, **{"sequence": 4096, "global_batch": 64, "precision": "bf16", **values})
 
 
@@ -209,6 +211,7 @@ def stage_of_rank(work: Training, split: Layout, rank: float) -> Stage:
 
 
 def rank_memory(work: Training, split: Layout, rank: float, workspace_bytes: float = 0.0) -> Memory:
+    """Return the memory of a global rank of each candidate."""
     (found,) = stages_in_use(work, split, plain_costs(workspace_bytes), [stage_of_rank(work, split, rank)])
     return found.memory
 

@@ -121,6 +121,7 @@ JOB = train(
 
 
 def numbers(record: Any) -> list[float]:
+    """Return all numbers of a record and of the records in it."""
     if isinstance(record, tuple):
         return [number for each in record for number in numbers(each)]
     if isinstance(record, ArrayRecord):

@@ -120,8 +120,7 @@ def test_experts_are_sharded_over_their_own_group() -> None:
 
 
 def test_the_worst_of_uneven_stages_counts() -> None:
-    split = layout(pipeline=4, first_layers=2, microbatches=32)
-    assert training_memory(train(), split).worst_stage[0] == 1
+    assert training_memory(train(), layout(pipeline=4, first_layers=2, microbatches=32)).worst_stage[0] == 1
 
 
 def test_the_measured_peak_of_one_rank_is_predicted() -> None:

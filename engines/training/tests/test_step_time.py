@@ -10,7 +10,7 @@ from flagcore_models.mixers.indexer import Indexer
 from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_training.layout import WHOLE_STEP, Layout, Options, Training, distinct
 from flagcore_training.time.layer import layer_time
-from flagcore_training.time.step import rank_time, step_time
+from flagcore_training.time.step import costs_in_run, rank_time, step_time
 from flagcore_training.weights import model_flops
 
 from engines.models.tests.examples import mixed
@@ -191,16 +191,14 @@ def test_each_part_in_a_graph_is_launched_faster_unless_its_layer_is_recomputed(
     for part in ("attn", "moe_router", "moe_preprocess", "moe"):
         captured |= {part}
         times.append(total(with_options(eager, graphs=captured), slow, expert=8.0))
-    assert times == sorted(times, reverse=True)
-    assert len(set(times)) == len(times)
+    assert times == sorted(set(times), reverse=True)
     whole = [total(with_options(eager, graphs=each), slow, expert=8.0, uniform=1.0) for each in (captured, frozenset())]
     assert whole[0] == whole[1]
 
 
 @pytest.mark.parametrize(("expert", "load"), [(1.0, 1.0), (8.0, 1.166), (64.0, 1.772)])
 def test_busiest_rank_of_natural_routing_has_the_largest_of_normal_loads(expert: float, load: float) -> None:
-    options = Options(routing_spread=0.33)
-    assert layout(expert=expert).busiest(options, 64)[0] == pytest.approx(load, abs=0.01)
+    assert layout(expert=expert).busiest(Options(routing_spread=0.33), 64)[0] == pytest.approx(load, abs=0.01)
     assert total(with_options(MOE, routing_spread=0.33), expert=expert) >= total(MOE, expert=expert)
 
 
@@ -215,8 +213,8 @@ def test_latent_attention_and_an_unfused_router_launch_more_kernels_and_hybridep
         for each in (latent, wide)
     )
     assert 0.0 < part < 0.7 * most
-    fused: dict[str, Any] = {"router_fusion": True}
-    for options in (fused, {"router_loss": False}, {"dispatcher": "flex"}, {"dispatcher": "hybridep"}):
+    switched: list[dict[str, Any]] = [{name: True} for name in ("router_fusion", "padded_experts")]
+    for options in (*switched, {"router_loss": False}, {"dispatcher": "flex"}, {"dispatcher": "hybridep"}):
         assert (fewer := total(with_options(sparse, **options), slow, expert=8.0)) < plain
     assert fewer < total(with_options(sparse, dispatcher="flex"), slow, expert=8.0)
 
@@ -299,11 +297,11 @@ def test_isolated_kernel_times_are_scaled_in_a_step_but_not_in_a_rank() -> None:
     assert parts(made=isolated)["compute_s"] == pytest.approx(1.25 * parts()["compute_s"], rel=0.02)
     first, second = (rank_time(TRAIN, layout(), result, np.zeros(1)) for result in (costs(), isolated))
     assert [part.tolist() for part in first] == [part.tolist() for part in second]
+    assert costs_in_run(isolated).kernels.launch_seconds() > isolated.kernels.launch_seconds()
 
 
 def test_layers_with_windows_compute_only_the_scores_within_them() -> None:
-    length = {"sequence": 131072}
-    full = replace(TRAIN, **length)
+    full = replace(TRAIN, sequence=131072)
     windowed = replace(full, model=mixed(DENSE, {"window": 1024}, 24))
     whole = replace(full, model=mixed(DENSE, {"window": 131072}, 24))
     assert total(windowed) < 0.5 * total(full)

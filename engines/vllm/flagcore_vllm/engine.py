@@ -25,7 +25,12 @@ class Vllm(ServingEngine):
     modules: Mapping[str, str] = {"vllm": "vllm>=0.11,<0.34"}
     host_address = "VLLM_HOST_IP"
     host_times = (2.0e-3, 0.28e-3)  # measured on 2 cores: 50 million parameters, 4 to 16 clients, 5 settings
-    published_runs = PublishedRuns(cache_type="fp8", memory_flag="gpu-memory-utilization", release="0.17.0")
+    published_runs = PublishedRuns(
+        cache_type="fp8",
+        memory_flag="gpu-memory-utilization",
+        release="0.17.0",
+        engine_args={"gpt-oss": {"max-cudagraph-capture-size": 2048}},  # InferenceX @1b4c27d1 `gptoss_fp4_h100.sh`
+    )
 
     merges = staticmethod(rules.merges)
     rules = staticmethod(rules.rules_of)

@@ -51,7 +51,7 @@ ASYNC_BY_DEFAULT = (0, 14, 0)
 STAGES_AHEAD_SINCE = (0, 32, 0)
 """The first release whose default runner plans ahead with pipeline stages, too: it keeps one batch more than stages in
 flight. 0.28 has this runner only for some models (`config/vllm.py`: max_concurrent_batches, use_v2_model_runner)."""
-SYNCHRONOUS_SECONDS = 956e-6
+SYNCHRONOUS_SECONDS = 766e-6
 """The host's seconds per iteration with synchronous scheduling, fitted to releases from 0.12 on (`engine.yaml`)."""
 NEED_DRAFT_MODEL = ("eagle", "eagle3", "draft_model")
 CPU_BLOCK, GPU_BLOCK, MLA_CPU_BLOCK, INDEX_BLOCK = 128, 16, 16, 64

@@ -321,6 +321,7 @@ def _mixed_precision(value: object, notes: Notes) -> dict[str, Any]:
 
 
 def _vocabulary(flags: Flags, model: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Any:
+    """Return the vocabulary size of the model or, if it is missing, of the tokenizer."""
     size = model.get("vocab_size") or tokenizer.get("vocab_size")
     if size is None:
         flags.source.report("model.vocab_size", "is missing", fix="add it as an override: model.vocab_size=128256")

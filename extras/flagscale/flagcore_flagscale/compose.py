@@ -74,6 +74,7 @@ def _without_action(overrides: Sequence[str], file: str) -> list[str]:
 
 
 def _hydra_settings(top_file: object, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return hydra's own settings in the top file and in the overrides."""
     section = top_file.get("hydra") if isinstance(top_file, dict) else None
     result = dict(section) if isinstance(section, dict) else {}
     for each in overrides:
@@ -168,6 +169,7 @@ def _suggestion(names: Sequence[str], name: str) -> str:
 
 
 def _is_about(message: str, override: str) -> bool:
+    """Return whether hydra's error message is about an override."""
     key = override.lstrip("+~").partition("=")[0]
     group = "Config group override" in message and "." not in key
     return override in message or f"'{key}'" in message or group

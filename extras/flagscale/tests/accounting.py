@@ -23,6 +23,7 @@ CPU_TREE = TREES.pop("cpu")
 
 
 def write_tree(tree: Mapping[str, str], folder: Path) -> None:
+    """Write the files of a tree into a folder."""
     for path, text in tree.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 
 def composed(case: dict[str, object], *overrides: str) -> DictConfig:
+    """Compose a tree."""
     with initialize_config_dir(str(Path(str(case["directory"])).resolve()), version_base=None):
         config = compose(str(case["name"]), overrides=[*case["overrides"], *overrides])
     OmegaConf.set_struct(config, False)
@@ -50,6 +51,7 @@ def started(config: DictConfig) -> list[dict[str, object]]:
 
 
 def read(script: Path) -> dict[str, object]:
+    """Read and remove the script of a host."""
     by_start = {
         start: line[len(start) :]
         for line in script.read_text(encoding="utf-8").splitlines()
@@ -77,6 +79,7 @@ def answer(case: dict[str, object], config: DictConfig, values: dict[str, object
 
 
 def main() -> None:
+    """Answer all cases."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # FlagScale prints
     answers = []

@@ -32,6 +32,7 @@ KNOWN = {
 
 
 def spec(job: Mapping[str, Any] | None = KNOWN, **changes: Any) -> dict[str, Any]:
+    """A job on 64 devices."""
     data: dict[str, Any] = {
         "model": MODEL,
         "cluster": {"chip": "H100-SXM", "nodes": 8, "devices_per_node": 8},

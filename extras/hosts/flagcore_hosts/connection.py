@@ -180,6 +180,7 @@ class Connection:
             self.problem = last_line or f"the connection closed (exit status {self.process.poll()})"
 
     def _handle_line(self, line: bytes) -> None:
+        """Act on one message."""
         try:
             message = json.loads(line)
             if "ready" in message:

@@ -75,11 +75,13 @@ def _half(node: Mapping[str, Any]) -> str:
 
 
 def _tasks(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the tasks of a job of Volcano."""
     tasks = node["tasks"] if isinstance(node.get("tasks"), list) else []
     return [each for each in tasks if isinstance(each, Mapping) and isinstance(each.get("template"), Mapping)]
 
 
 def _containers(node: Mapping[str, Any], images: Images, pod: Start) -> Iterator[Start]:
+    """Yield the containers of a pod."""
     given = node["containers"]
     for each in given.values() if isinstance(given, Mapping) else given:
         resources, (absent, secrets) = each.get("resources") or {}, _from_elsewhere(each)
@@ -206,6 +208,7 @@ def _filled_in(node: Any, maps: Mapping[str, Mapping[str, Any]], scripts: Mappin
 
 
 def _words_in(container: Mapping[str, Any]) -> list[str]:
+    """Return the words that a container starts, as far as it has them."""
     given = (container.get(key) for key in ("command", "args"))
     return [str(word) for words in given if isinstance(words, list) for word in words]
 

@@ -141,6 +141,7 @@ class _Conversion:
         return ImportedSpec(data={**data, **({"envs": envs} if envs else {})}, notes=(*engine_notes, *notes.notes))
 
     def _notes(self, script: tuple[str, ...], reason: str) -> Notes:
+        """Return the notes on what is not read."""
         notes = Notes()
         if self.failure:
             notes.note("command", f"the script {self.failure}")

@@ -190,6 +190,7 @@ class Reader:
         return ((), words) if is_file and is_script(words, self.directory) else None
 
     def _traced(self, start: Start, before: tuple[str, ...], script: tuple[str, ...], depth: int) -> Iterator[Program]:
+        """Yield the programs that a script starts, each after the words `before`."""
         job, script_of_start = dict(start.job), start.script or (() if before else script)
         if tasks := re.search(r" -{1,2}(?:np?|ntasks|nrs)[ =]?(\d+)", " ".join(before)):  # each task is a rank
             job |= dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), tasks[1])

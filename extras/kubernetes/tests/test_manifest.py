@@ -96,6 +96,7 @@ def require_restricted(manifest: Any) -> None:
 
 
 def found(made: Any, key: str) -> list[Any]:
+    """Return all values of a key, at any depth."""
     if isinstance(made, list):
         return [each for part in made for each in found(part, key)]
     if not isinstance(made, dict):

@@ -106,6 +106,7 @@ class VllmFl(Dispatcher, FlagGems):
         return {**orders, **dict.fromkeys(black or config.get("flagos_blacklist") or (), NATIVE)}
 
     def _orders_of_variables(self, environment: Mapping[str, str], default: dict[str, str]) -> dict[str, str]:
+        """Return the orders that variables set, or `default`."""
         if file := environment.get("VLLM_FL_OP_CONFIG", "").strip():
             orders = read_mapping(Path(file), file=file, key="VLLM_FL_OP_CONFIG")
             return {name: str(value).strip().lower() for name, value in orders.items()}

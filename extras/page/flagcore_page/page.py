@@ -124,6 +124,7 @@ METRICS |= {"watts": (1.0, "W"), "celsius": (1.0, "°C"), "disk wait": (0.01, "%
 
 
 def _metric(name: str, value: float) -> tuple[str, Cell]:
+    """Return the name and the value of a metric of telemetry in units for people."""
     words = name.replace("_", " ")
     size, unit = next((unit for end, unit in METRICS.items() if words.endswith(end)), (1.0, ""))
     words = words.removesuffix(" bytes per second").removesuffix(" bytes")

@@ -165,6 +165,7 @@ def _predicted_and_measured(predicted: str, measured: float | None, text_of: Cal
 
 
 def _by_stage(found: Sequence[Prediction], measured: Sequence[Mapping[str, float]], whole: Prediction) -> Table:
+    """Return a table with the parts and levels of each stage."""
     parts = [memory_parts(each) for each in found]
     names = dict.fromkeys(name for each in parts for name in each)
     columns = {_("stage"): [cell(each.worst_stage) for each in found]}

@@ -190,6 +190,7 @@ def test_flags_are_listed_only_if_they_set_all_knobs(copied: Copied, runs: Runs)
 
 @pytest.fixture(params=KINDS)
 def made(runs: Runs, request: pytest.FixtureRequest) -> Made:
+    """Each kind of run."""
     return runs(request.param)
 
 

@@ -78,6 +78,7 @@ def folders() -> list[Path]:
 
 
 def other(hub: Hub) -> HostsLauncher:
+    """Return the launcher of another tune."""
     return HostsLauncher(name="ray", channel=hub.channel)
 
 

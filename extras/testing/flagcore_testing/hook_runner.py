@@ -136,6 +136,7 @@ def _call_hook(plugin: Plugin, loaded: LoadedPlugins) -> Iterator[dict[str, obje
 
 
 def _answer(plugin: Plugin, hook: str, arguments: Mapping[str, object]) -> None:
+    """Call a hook, and the methods of the object that it returns."""
     answer = plugin.call(hook, arguments)
     if answer is not None and hook in USES:
         with suppress(BadPlugin):  # another check reports it

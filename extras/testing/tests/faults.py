@@ -81,12 +81,14 @@ def foreign(name: str) -> Fault:
 
 
 def memory(check: str, method: str, body: str) -> Fault:
+    """Override a method of the memory model."""
     type_expression = f"type('Model', (PlainMemory,), {{'{method}': {body}}})"
     answer = f"return own and {type_expression}.of(group, fragmentation=0.02, context_bytes=CONTEXT_BYTES)"
     return hook(check, "memory_model", answer, method)
 
 
 def kernels(check: str, method: str, body: str) -> Fault:
+    """Override a method of the kernel costs."""
     type_expression = f"type('Costs', (), {{'__getattr__': lambda self, name: getattr(own, name), '{method}': {body}}})()"
     return hook(check, "kernel_costs", f"return own and {type_expression}", method)
 
@@ -104,6 +106,7 @@ def reading(check: str, figures: str, names: str, also: tuple[str, ...] = ()) ->
 
 
 def support(check: str, change: str, names: str, also: tuple[str, ...] = ()) -> Fault:
+    """Change a field of the support of an engine."""
     return hook(check, "engine_support", f"return own and replace(own, {change})", names, also=also)
 
 
@@ -363,6 +366,7 @@ PLAUSIBLE = (
 )
 
 def peak(new: str, names: str) -> Fault:
+    """Add a peak to the chip."""
     return Fault("figures_are_plausible", CHIP, "bf16: {value", f"{new}, source: *made_up}}\n  bf16: {{value", names)
 
 
@@ -409,10 +413,12 @@ WITHOUT_PROVENANCE = ("kernel_costs_are_valid", "shipped_costs_belong_to_chips")
 
 
 def variable(check: str, entry: str, names: str) -> Fault:
+    """Add a variable."""
     return Fault(check, ENVIRONMENT, "", f"  - {{{entry}, meaning: a limit, source: *made_up}}\n", names)
 
 
 def quirk(check: str, section: str, entry: str, names: str, also: tuple[str, ...] = ()) -> Fault:
+    """Add a section with one entry to the quirks."""
     return Fault(check, QUIRKS, "", f"{section}:\n  - {{{entry}, source: *made_up}}\n", names, also)
 
 

@@ -195,6 +195,7 @@ def _sourced(note: str, source: Source) -> Message:
 
 
 def _of_chip(resource: DeviceResource | None, chip: Chip) -> DeviceResource | None:
+    """Return the resource with its name for a chip."""
     names = resource.chips.items() if resource else ()
     name = next((name for pattern, name in names if fnmatchcase(chip.name, pattern)), "")
     return replace(resource, name=name) if resource and name else resource

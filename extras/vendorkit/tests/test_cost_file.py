@@ -181,6 +181,7 @@ def test_an_error_is_reported_with_its_key(change: tuple[str, str], key: str) ->
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package that ships costs of the A1."""
     folder = tmp_path / "costs_of_acme" / "costs" / "a1"
     folder.mkdir(parents=True)
     (folder / "collectives.yaml").write_text(GOOD)

@@ -7,13 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import count
-from runpy import run_path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from flagcore_importers import programs
-from flagcore_serving import model as models
 from flagcore_serving.model.request import Request, SimulatedRun
 from flagcore_serving.model.simulation import CHECKED, Simulation
 from flagcore_serving.schedules import Schedule
@@ -27,8 +25,6 @@ from flagcore.domain.space import Candidate
 from flagcore.i18n import N_, Message
 from flagcore_vllm_schedule.process import LIMIT_S, Process, Unanswered
 
-if not TYPE_CHECKING:  # its source: a compiled class has no subclasses
-    Simulation = run_path(f"{models.__path__[0]}/simulation.py")["Simulation"]
 BEST = 10
 """The number of candidates whose loads the engine's scheduler serves."""
 REFUSED = "refused_by_engine"
@@ -203,63 +199,67 @@ def _scaled(predictions: Predictions, ratios: Mapping[int, Mapping[str, float]])
     return replace(predictions, **{name: scaled(name, getattr(predictions, name)) for name in TIMES}, figures=figures)
 
 
-def simulated_by(process: Process, question: Mapping[str, Any], result: dict[str, Any]) -> type[Simulation]:
+def simulated_by(process: Process, question: Mapping[str, Any], result: dict[str, Any]) -> type[Any]:
     """Return the class of simulations that `process` schedules, with an engine that starts as `question` says.
 
     `result` gets the engine's answer, and `runs`, the number of loads that were scheduled so. The others have
     lanes with several ranks or stages, or requests with drafts, adapters, images, or prefixes of their own.
     """
 
-    class Scheduled(Simulation):
+    class Scheduled:
+        def __init__(self, *args: Any, **named: Any) -> None:
+            self.plain = Simulation(*args, **named)
+            self.requests = self.plain.requests
+
         def run(self, has_failed: Callable[[float], bool] | None = None) -> SimulatedRun:
-            lane, end = self.lane, time.monotonic() + LIMIT_S
-            is_other = lane.ranks * lane.stages > 1 or lane.drafted or lane.adapters or self.apart or not lane.mixes
+            plain, lane, end = self.plain, self.plain.lane, time.monotonic() + LIMIT_S
+            is_other = lane.ranks * lane.stages > 1 or lane.drafted or lane.adapters or plain.apart or not lane.mixes
             if is_other or any(each.load or each.read or each.encode or each.hit > 0 for each in self.requests):
-                return super().run(has_failed)
+                return plain.run(has_failed)
             result.update(process.ask(question, end))
             if "refused" in result:
                 raise Unanswered(result["refused"])
             known, last, is_busy = dict[str, Request](), dict[str, float](), False
             for turn in count(1):
-                if has_failed is not None and turn % CHECKED == 0 and has_failed(self.now):
-                    self.outcome.is_stopped = True
+                if has_failed is not None and turn % CHECKED == 0 and has_failed(plain.now):
+                    plain.outcome.is_stopped = True
                     break
                 new = self._new(known)
                 if not new and not is_busy:
-                    if self.next >= self.sent:
+                    if plain.next >= plain.sent:
                         break
-                    self.now = max(self.now, self._next_time())
+                    plain.now = max(plain.now, plain._next_time())
                     continue
-                found = process.ask({"do": "step", "now": self.now, "requests": new}, end, self._seconds)
-                self.now, is_busy, gaps = found["now"], found["busy"], Counter[float]()
+                found = process.ask({"do": "step", "now": plain.now, "requests": new}, end, self._seconds)
+                plain.now, is_busy, gaps = found["now"], found["busy"], Counter[float]()
                 for name in found["tokens"]:
                     if known[name].first < 0.0:
-                        known[name].first = self.now
+                        known[name].first = plain.now
                     else:
-                        gaps[self.now - last[name]] += 1
-                    last[name] = self.now
-                self.outcome.gaps += gaps.items()
+                        gaps[plain.now - last[name]] += 1
+                    last[name] = plain.now
+                plain.outcome.gaps += gaps.items()
                 for name in found["ended"]:
-                    self._end(known[name])
-            self.outcome.duration, result["runs"] = self.now, result.get("runs", 0) + 1
-            return self.outcome
+                    plain._end(known[name])
+            plain.outcome.duration, result["runs"] = plain.now, result.get("runs", 0) + 1
+            return plain.outcome
 
         def _seconds(self, batch: Mapping[str, Any]) -> float:
             decoding, prompts = batch["decoding"], ("tokens", "longest", "pairs", "ended")
-            read = self.price.cached(decoding) * batch["context"] if decoding else 0.0
+            read = self.plain.price.cached(decoding) * batch["context"] if decoding else 0.0
             if not batch["tokens"]:
-                return read + self.price.decode(decoding)
-            return read + self.price.mixed(decoding, *(batch[name] for name in prompts))
+                return read + self.plain.price.decode(decoding)
+            return read + self.plain.price.mixed(decoding, *(batch[name] for name in prompts))
 
         def _new(self, known: dict[str, Request]) -> list[tuple[str, list[tuple[int, int]], int]]:
             """Return the requests that are ready: the name, each token of the prompt with its count, the output."""
-            found = []
-            self._arrive()
-            while self._ready_time() <= self.now:
-                request = self._take()
-                known[str(self.next)], shared = request, min(int(self.prefix), request.prompt)
-                tokens = [(1, shared), (1 + self.next, request.prompt - shared)]
-                found.append((str(self.next), tokens, request.output))
+            plain, found = self.plain, []
+            plain._arrive()
+            while plain._ready_time() <= plain.now:
+                request = plain._take()
+                known[str(plain.next)], shared = request, min(int(plain.prefix), request.prompt)
+                tokens = [(1, shared), (1 + plain.next, request.prompt - shared)]
+                found.append((str(plain.next), tokens, request.output))
             return found
 
     return Scheduled

@@ -333,6 +333,7 @@ def _alone(spec: Spec, mixed: Problem, group: int, plugins: LoadedPlugins) -> Ch
 
 
 def _plan(problem: Problem, row: int, split: str = "", last: str = "") -> ChipPlan | None:
+    """Return a candidate as a plan, or None if its time is unknown."""
     cluster, train, prediction = problem.task.cluster, problem.task.spec.train, problem.predictions.row(row)
     if (seconds := prediction.step_time_s) is None:
         return None

@@ -10,7 +10,7 @@ from flagcore.api.inputs import LoadedSpec, check_chips, check_spec
 from flagcore.api.notes import LOG
 from flagcore.contracts import ImportedSpec
 from flagcore.domain.chip import USUAL_DEVICES
-from flagcore.domain.spec import AUTO, ImportNote
+from flagcore.domain.spec import ImportNote
 from flagcore.launchers.script import job_name
 from flagcore.spec.clusters import ClusterSection
 from flagcore.spec.models import absolute_model, model_from
@@ -68,7 +68,6 @@ def spec_of_model(
     count = cluster["nodes"] * (devices or (USUAL_DEVICES if chip or nodes else 1))
     documents = _documents_of(engine)
     values = documents.for_devices(count) if hasattr(documents, "for_devices") else documents.DEFAULTS
-    values = {key: AUTO if key == "precision" else value for key, value in values.items()}
     return LoadedSpec(job_name(Path(model).name), _data_of(engine, model, cluster, values))
 
 

@@ -141,6 +141,7 @@ def _choose_candidates(problem: Problem, candidate: str | None, top: int) -> lis
 
 
 def _probed_record(problem: Problem, probed: Probe) -> Probed:
+    """Return a probed candidate as plain data."""
     task = problem.task
     row = problem.space.find(probed.candidate)
     assert row is not None, "every candidate that is probed is in the space"

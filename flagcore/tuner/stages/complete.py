@@ -314,6 +314,7 @@ def engine_version(spec: Spec, engine: Engine) -> str | None:
 
 
 def _runs_here(platform: Platform, plugins: LoadedPlugins) -> bool:
+    """Return whether trials of `platform` can run on this machine."""
     try:
         platform.engine.ready(platform.task.spec)
         require_devices(platform, plugins.devices(platform.task.spec.envs))

@@ -22,7 +22,7 @@ from flagcore.contracts import AttentionShape, KernelCosts
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.space import KnobValue
-from flagcore.errors import NothingFits
+from flagcore.errors import NoDevice, NothingFits
 from flagcore.physics.roofline import RUNS_AS, Roofline
 from tests.checks import collective_seconds as seconds
 from tests.checks import collectives, given, refuses
@@ -83,11 +83,14 @@ def test_a_rack_of_gb300_is_one_domain_and_two_are_joined_by_the_network() -> No
 def test_a_server_of_a_chip_without_bf16_computes_in_fp16() -> None:
     def plan(chip: str, **args: str) -> Any:
         serve, cluster = {"engine": "vllm", "engine_args": args}, {"chip": chip, "nodes": 1, "devices_per_node": 1}
+        serve |= {"engine_version": args.pop("engine_version", None)}
         space = {"max_num_seqs": [1], "max_num_batched_tokens": [2048]}
         model = {"model": "Qwen/Qwen3-0.6B", "cluster": cluster}
         return estimate({**model, "serve": serve, "auto_tuner": {"space": space}}).candidates
 
-    assert plan("V100-16GB")
+    assert plan("V100-16GB", engine_version="0.19.0")
+    with pytest.raises(NoDevice, match=r"no kernels for compute capability 7\.0 since 0\.20"):
+        plan("V100-16GB")
     assert plan("T4", dtype="half")
     with pytest.raises(NothingFits, match="nvidia_bf16_type"):
         plan("T4", dtype="bfloat16")
@@ -105,7 +108,8 @@ def test_a_server_of_a_chip_without_bf16_computes_in_fp16() -> None:
 )
 def test_weights_are_served_only_in_formats_that_the_chip_has_kernels_for(model: str, chip: str, rule: str) -> None:
     cluster, space = {"chip": chip, "nodes": 1, "devices_per_node": 1}, {"max_num_seqs": [1]}
-    job = {"model": model, "cluster": cluster, "serve": {"engine": "vllm"}, "auto_tuner": {"space": space}}
+    serve = {"engine": "vllm", "engine_version": "0.19.0"}
+    job = {"model": model, "cluster": cluster, "serve": serve, "auto_tuner": {"space": space}}
     if not rule:
         assert estimate(job).candidates
         return
@@ -358,6 +362,7 @@ def test_a_slower_chip_is_never_predicted_clearly_faster() -> None:
 
 
 def no_faster(old: Chip, new: Chip, precision: str) -> bool:
+    """Return whether, by its facts, `old` is not faster than `new`."""
     peaks = [chip.dense_flops_per_second.get(RUNS_AS.get(precision, precision)) for chip in (old, new)]
     bandwidths = [chip.memory_bandwidth_bytes_per_second for chip in (old, new)]
     return all(one and other and one.value <= other.value for one, other in (peaks, bandwidths))

@@ -101,6 +101,7 @@ class Machine:
     def run(
         self, *argv: str, status: int = 0, stdin: str | None = None, **variables: str
     ) -> subprocess.CompletedProcess[str]:
+        """Run a command on the machine."""
         pipes: Any = {"input": stdin, "capture_output": True, "text": True, "check": False, "timeout": 280}
         try:
             done = subprocess.run(argv, env={**self.environment, **variables}, cwd=self.folder, **pipes)
@@ -110,4 +111,5 @@ class Machine:
         return done
 
     def flag(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run `flag` on the machine."""
         return self.run(sys.executable, "-c", "from flagcore.cli import main; main()", *arguments, **options)

@@ -195,6 +195,7 @@ class Exports:
         self.refused: dict[str, dict[str, FlagError]] = {}
 
     def __call__(self, run: str) -> dict[str, Path]:
+        """Return the folder of each export of a run."""
         if run not in self.made:
             place = self.folder / run.replace(" ", "-")
             place.mkdir()
@@ -294,6 +295,7 @@ def of_flagscale(folder: Path) -> None:
 
 
 def shell_commands(manifest: Path) -> list[str]:
+    """Return the shell commands of the containers of a manifest."""
     found: list[str] = []
 
     def visit(part: Any) -> None:

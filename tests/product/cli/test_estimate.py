@@ -36,6 +36,7 @@ def answers(ran: Ran) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def answered(flag: Flag, tmp_path: Path) -> Answer:
+    """Return the answers to job records."""
     return lambda *records: answers(flag("estimate", "--jobs", jobs(tmp_path, *records)))
 
 

@@ -65,6 +65,8 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Install functions as watchers."""
+
     def install(**calls: Callable[[RunEvent], None]) -> None:
         monkeypatch.setattr(plugins, "watcher", lambda name: calls[name])
 

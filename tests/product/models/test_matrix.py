@@ -175,6 +175,7 @@ class _Plugins(LoadedPlugins):
 
 @cache
 def plugins() -> LoadedPlugins:
+    """Return the plugin of the chip, loaded once."""
     owner = load_plugins().owner(CHIP)
     return _Plugins(load_plugins({*names(GROUP)} - {owner}).plugins)
 
@@ -193,6 +194,7 @@ def text_model(name: str) -> Model:
 
 
 def nodes_of(name: str, engine: str, size: str) -> int:
+    """Return the number of nodes of a cell."""
     needed = BYTES[KINDS[engine]] * parameters(text_model(name)) / (DEVICES * 141e9)
     return 4 ** (size == "large") << max(math.ceil(math.log2(needed)), 0)
 

@@ -164,6 +164,22 @@ def test_the_precision_of_a_server_is_that_of_its_weights(tmp_path: Path, stored
     assert serve(weights=str(tmp_path), precision="fp8").precision == "fp8"
 
 
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("unsloth/Qwen3.8-27B-GGUF:UD-Q4_K_XL", "q4_k_m"),
+        ("bartowski/Qwen_Qwen3.5-27B-GGUF", "q4_k_m"),
+        ("a/GLM-4.5-Air-GGUF:IQ2_XXS", "iq2_xxs"),
+        ("a/Qwen3-8B-Q8_0.gguf", "q8_0"),
+        ("a/Qwen3-8B-GGUF:F16", "bf16"),
+        ("ggml-org/gpt-oss-20b-GGUF", "int4"),
+    ],
+)
+def test_names_of_gguf_files_say_their_format(name: str, form: str) -> None:
+    """llama-server takes Q4_K_M of a repository without a tag (llama.cpp `common/download.cpp` @0216dab3)."""
+    assert serve(weights=name).precision == form
+
+
 @pytest.mark.parametrize("text", ["{", "\xff"])
 def test_a_damaged_config_file_does_not_change_the_precision(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, "latin-1")

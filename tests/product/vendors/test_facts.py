@@ -302,6 +302,7 @@ OF_TORCH = read_settings("flagcore_vendorkit")
 
 
 def named(chip: Chip, variables: Mapping[str, str], nodes: int = 2) -> set[str]:
+    """Return the variables of a task on a chip that are named as not predicted."""
     task = task_on(chip)
     cluster = replace(task.spec.cluster, nodes=nodes)
     asked = Task(spec=replace(task.spec, envs=variables, cluster=cluster), cluster=task.cluster)

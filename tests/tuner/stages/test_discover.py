@@ -264,6 +264,7 @@ def test_the_users_variables_win_and_conflicts_are_reported(monkeypatch: pytest.
 
 
 def refusing(*rules: ValueRule) -> Any:
+    """A hook that returns these rules for any task."""
     return lambda task: TaskAdvice(rules=rules)
 
 

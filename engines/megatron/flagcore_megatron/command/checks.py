@@ -283,6 +283,7 @@ def release_problems(spec: Spec, release: str | None) -> list[SpecError]:
 
 
 def _set_values(spec: Spec) -> Iterator[tuple[str, KnobValue | SettingValue]]:
+    """Yield the key in the spec and the value of each Megatron knob and setting that the spec sets."""
     sections = {"train.settings": spec.train.settings, "auto_tuner.baseline": spec.baseline or {}}
     for section, values in sections.items():
         yield from ((f"{section}.{name}", value) for name, value in values.items() if name in BY_NAME)

@@ -35,6 +35,8 @@ def with_meshes(task: Task, rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
 
 def _on_each_mesh(table: Meshes, rule: Rule) -> Rule:
+    """Return a rule that applies to each mesh of candidates with meshes."""
+
     def broken(columns: Columns) -> BoolArray:
         result, code = rule.broken(columns), columns[MESHES]
         rows = np.flatnonzero(code)

@@ -186,6 +186,7 @@ def _wrong_count(flag: str, spec: ArgumentSpec, inline: Sequence[str]) -> Argume
 
 
 def _stray_value(flag: str, spec: ArgumentSpec | None, value: str) -> ArgumentProblem:
+    """Return the problem that a value does not belong to any flag."""
     problem, fix = "is a value without a flag", "remove it, or write its flag before it"
     if spec is not None:
         problem = f"follows {flag}, which takes {_COUNTS.get(spec.values, f'{spec.values} values')}"

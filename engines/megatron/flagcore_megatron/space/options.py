@@ -107,8 +107,7 @@ def options(task: Task) -> Options:
     narrow_head = settings.get("fp8_output_proj") and precision(train, settings) == "mxfp8"
     fields: dict[str, Any] = {name: bool(settings.get(key)) for name, key in TABLES["switches"].items()}
     # an iteration whose experts have no fixed size is a graph only with fused ones (0.18 `transformer_config.py`)
-    is_padded = bool(settings.get("moe_pad_expert_input_to_capacity"))
-    fields["fused_experts"] |= graphs(settings) == WHOLE_STEP and not is_padded
+    fields["fused_experts"] |= graphs(settings) == WHOLE_STEP and not fields["padded_experts"]
     shared = str(settings.get("data_parallel_sharding_strategy") or "optim_grads_params").split("_")
     fields["whole"] = frozenset(name for name, word in SHARED.items() if word not in shared)
     fields["fsdp"] |= bool(settings.get("use_torch_fsdp2"))

@@ -218,9 +218,8 @@ def published(
         noted = {"overlap_p2p_comm": False, **noted}
         task = replace(task, spec=replace(task.spec, work=train))
     kind = train.implementation or IMPLEMENTATION
-    settings = {**noted, **train.settings}
-    fine_tuning = _fine_tuning(task) if OFFLINE.search(notes) else {}
-    settings = _defaults(task, kind, settings, values) | fine_tuning | settings
+    settings = {**(_fine_tuning(task) if OFFLINE.search(notes) else {}), **noted, **train.settings}
+    settings = _defaults(task, kind, settings, values) | settings
     stages = int(values.get("pipeline_model_parallel_size") or 1)
     layout = settings.get(LAYOUT)
     if layout:
@@ -239,11 +238,10 @@ def published(
 
 def _fine_tuning(task: Task) -> dict[str, SettingValue]:
     """Return the settings of fine-tuning recipes of Megatron-Bridge, as of @067f987d: of 200, 157 overlap no exchange
-    of gradients, and 5 set apply_rope_fusion, beside those of Llama, whose provider does (`models/llama`). Most routers
-    are not fused; those of its 25 performance recipes with experts are."""
+    of gradients, and 5 set apply_rope_fusion, beside Llama's, whose provider does. Most fuse no router."""
     is_llama = "llama" in (task.spec.model.name or "").lower()
     switches = "overlap_grad_reduce", "overlap_param_gather", "moe_router_fusion"
-    return {"apply_rope_fusion": is_llama, **dict.fromkeys(switches, False)}
+    return {"apply_rope_fusion": is_llama, "cuda_graph_impl": "none", **dict.fromkeys(switches, False)}
 
 
 def _defaults(
@@ -260,37 +258,40 @@ def _defaults(
     whole = experts > 1 and devices % (tensor * experts * stages) and not devices % (experts * stages)
     is_wide, modules = experts > task.cluster.linked_devices, words(settings.get("recompute_modules"))
     is_repeated = values.get("recompute_granularity") == "full" or "moe" in modules
-    is_interleaved = stages > 1 and int(values.get(VIRTUAL_STAGES) or 1) > 1
-    name, is_whole = task.spec.model.name or "", graphs(settings) == WHOLE_STEP
-    is_latent = latent_layers(task.spec.model) > 0
-    can_overlap = is_interleaved and task.spec.model.mtp_num_layers < 2 and not is_hybrid(task.spec.model)
+    model, is_whole = task.spec.model, graphs(settings) == WHOLE_STEP
+    dispatcher = settings.get("moe_token_dispatcher_type") or ("flex" if is_wide else "alltoall")
+    described = f"{model.name} {dispatcher} {settings.get('moe_flex_dispatcher_backend')}"
+    is_latent, depths = latent_layers(model) > 0, model.mtp_num_layers
+    can_overlap = min(stages, int(values.get(VIRTUAL_STAGES) or 1)) > 1 and depths < 2 and not is_hybrid(model)
     return {
         **({EXPERT_TENSOR: 1} if whole and EXPERT_TENSOR not in values else {}),
         **narrow_hybrids(task),
-        **({"dsa_indexer_loss_coeff": 0.001} if indexer_of(task.spec.model) else {}),  # `glm5_bridge.py`
-        **({"fp8_output_proj": True} if is_whole and _NARROW_HEADS.search(name) else {}),
-        "apply_rope_fusion": is_latent == bool(_YARN[is_latent].search(name)),
+        **({"dsa_indexer_loss_coeff": 0.001} if indexer_of(model) else {}),  # `glm5_bridge.py`
+        **({"fp8_output_proj": True} if is_whole and _NARROW_HEADS.search(described) else {}),
+        "apply_rope_fusion": is_latent == bool(_YARN[is_latent].search(described)),
         **overlaps(task, kind, settings, sharded=sharded, sequence_parallel=split),
-        "moe_token_dispatcher_type": "flex" if is_wide else "alltoall",
-        "moe_router_fusion": kind != "local",
+        "moe_token_dispatcher_type": dispatcher,
+        "moe_router_fusion": kind != "local" and not _PLAIN_ROUTERS.search(described),
+        **(_GRAPHS if _CAPTURED.search(described) and not (is_repeated or "cuda_graph_impl" in settings) else {}),
         **({EXPERT_OVERLAP: True} if is_wide and can_overlap and not is_repeated else {}),
         "cp_comm_type": "p2p",
-        "attention_dropout": 0.0 if flash else 0.1,  # Megatron-LM's default: older models had dropout
-        "hidden_dropout": 0.0 if flash else 0.1,
+        **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0 if flash else 0.1),  # older models had some
     }
 
 
-_YARN = {
-    is_latent: re.compile(names, re.IGNORECASE)
-    for is_latent, names in ((True, r"deepseek|kimi"), (False, r"gpt[-_ ]?oss"))
-}
+_YARN = {True: re.compile(r"(?i)deepseek|kimi"), False: re.compile(r"(?i)gpt[-_ ]?oss")}
 """Models with YaRN, by whether they have latent attention. Latent attention has a fused rotary embedding only with YaRN
-(megatron-core 0.16 `transformer_config.py`), other attention only without (Megatron-Bridge @067f987d
-`utils/fusions.py`)."""
+(megatron-core 0.16 `transformer_config.py`), other attention only without (Megatron-Bridge `utils/fusions.py`)."""
 
 _NARROW_HEADS = re.compile(r"deepseek[-_ ]?v3|gpt[-_ ]?oss", re.IGNORECASE)
 """Models whose recipes with a graph of the whole step have the output head in MXFP8 (Megatron-Bridge @067f987d
 `perf_recipes`: fp8_output_proj)."""
+
+_PLAIN_ROUTERS = re.compile(r"(?i)nemotron(?!.*ultra)|moonlight.*alltoall|olmoe|glm-?4|qwen3-next")
+_CAPTURED = re.compile(r"(?i)qwen-?3\.[56].*hybridep")
+_GRAPHS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn,moe_router,moe_preprocess"}
+"""Models, with a dispatcher, whose recipes leave the router unfused, as Megatron does, or have graphs (Megatron-Bridge
+@067f987d: of those for performance, 1 of Nemotron-3 Nano and Super and nearly all others fuse it; `qwen35_vl.py`)."""
 
 _PAIR_PATTERN = re.compile(
     r"(?<![\w-])-{0,2}([a-z][\w-]*)\s*=\s*(\[[^\]]*\]|[^\s;,]+(?:,\w+(?![\w-]*\s*=))*)", re.IGNORECASE

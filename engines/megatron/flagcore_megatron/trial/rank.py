@@ -288,6 +288,7 @@ def _reported() -> dict[str, Any]:
 
 
 def _versions(job: TrialJob) -> dict[str, str]:
+    """Return the versions of the software in the trial."""
     extra = {"transformer-engine": version("transformer-engine")} if job.transformer_engine else {}
     return {
         "torch": str(torch.__version__),

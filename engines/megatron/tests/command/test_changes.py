@@ -42,6 +42,7 @@ def effective(arguments: Sequence[str], release: str = "0.16.0") -> dict[str, An
 
 
 def trial_of(arguments: str, release: str = "0.16.0") -> dict[str, Any]:
+    """The arguments of a trial of five steps."""
     command = UserCommand(program=("pretrain_gpt.py",), arguments=tuple(f"{MODEL} {arguments}".split()))
     return effective(limit_to_trial(command, release_table(release), 5, "/run").command.words, release)
 

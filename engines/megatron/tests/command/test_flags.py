@@ -230,6 +230,7 @@ COMMANDS = (
 
 
 def parser_of(table: ArgumentTable) -> argparse.ArgumentParser:
+    """Return a real argparse parser with the arguments of a table."""
     parser = argparse.ArgumentParser(prog="pretrain_gpt.py", allow_abbrev=False, add_help=False)
     for spec in {each.flags: each for each in table.by_flag.values()}.values():
         if spec.values == 0:

@@ -117,6 +117,7 @@ def test_an_unreadable_mesh_is_refused_with_its_key(text: str) -> None:
 
 
 def predicted(job: Task, made: Costs) -> tuple[Any, Any]:
+    """Return the space of meshes and its predictions."""
     axes, rules, merges = ENGINE.axes(job), ENGINE.rules(job), ENGINE.merges(job)
     space = build(axes, rules, merges)
     return space, ENGINE.predict(job, space.columns(), made)
@@ -235,6 +236,7 @@ def test_messages_between_meshes_of_other_sizes_are_split_and_take_longer() -> N
 
 
 def on_hosts(job: Task, **space: Any) -> Task:
+    """The job on two hosts of each kind."""
     kinds = tuple(ClusterSpec(chip=name, nodes=2, hosts=(f"{name}1", f"{name}2")) for name in ("fast", "slow"))
     cluster = ClusterSpec(groups=kinds, hosts=("fast1", "fast2", "slow1", "slow2"), nodes=4)
     groups = tuple(replace(group, nodes=2, devices_per_node=4) for group in job.cluster.groups)

@@ -92,7 +92,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a capacity": ({"moe_expert_imbalance": 2.0, "moe_expert_capacity_factor": 1.5}, {"expert_imbalance": 1.5}),
     "filled up to a capacity": (
         {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
-        {"expert_imbalance": 1.5},
+        {"expert_imbalance": 1.5, "padded_experts": True},
     ),
     "layer graphs": ({"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn"}, {"graphs": {"attn"}}),
     "a graph of all": (
@@ -220,25 +220,28 @@ def test_published_run_overlaps_its_exchange_with_a_distributed_optimizer() -> N
 
 
 @pytest.mark.parametrize(
-    ("model", "name", "is_fused"),
+    ("model", "name", "fused"),
     [
-        (tasks.EXPERTS, "Qwen3-30B-A3B", True),
-        (tasks.EXPERTS, "openai/gpt-oss-120b", False),
-        (tasks.EXPERTS, "deepseek-ai/deepseek-moe-16b-base", True),
-        (LATENT, "moonshotai/Moonlight-16B-A3B", False),
-        (LATENT, "deepseek-ai/DeepSeek-V3", True),
+        (tasks.EXPERTS, "Nemotron-3-Nano-30B-A3B", (True, False)),
+        (tasks.EXPERTS, "openai/gpt-oss-120b", (False, True)),
+        (tasks.EXPERTS, "deepseek-ai/deepseek-moe-16b-base", (True, True)),
+        (LATENT, "moonshotai/Moonlight-16B-A3B", (False, False)),
+        (LATENT, "deepseek-ai/DeepSeek-V3", (True, True)),
     ],
 )
-def test_published_run_rotates_as_its_positions_allow(model: Any, name: str, is_fused: bool) -> None:
-    assert published({}, model=dataclasses.replace(model, name=name)).rope_fusion is is_fused
+def test_published_run_fuses_what_positions_and_recipes_allow(model: Any, name: str, fused: tuple[bool, ...]) -> None:
+    found = published({}, model=dataclasses.replace(model, name=name))
+    assert (found.rope_fusion, found.router_fusion) == fused
 
 
-def test_published_graph_of_the_whole_step_has_a_narrow_head_where_recipes_do() -> None:
+def test_published_run_has_the_narrow_head_and_the_graphs_of_its_recipe() -> None:
     heads = [
         published({}, "full-iteration graph", model=dataclasses.replace(LATENT, name=name), precision=precision)
         for name, precision in (("DeepSeekV3", "mxfp8"), ("DeepSeekV3", "bf16"), ("Qwen3-30B-A3B", "mxfp8"))
     ]
     assert ["head" in each.mxfp8_modules for each in heads] == [True, False, False]
+    models = [dataclasses.replace(tasks.EXPERTS, name=name) for name in ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B")]
+    assert [len(published({}, "HybridEP", model=each).graphs) for each in models] == [0, 3]
 
 
 def test_published_run_overlaps_tensor_parallelism_only_in_a_fully_tuned_run() -> None:

@@ -62,6 +62,7 @@ EIGHT = {PP: 4, VIRTUAL: 1}
 
 
 def scheduled(name: str, devices: int = 4, batch: int = 8) -> dict[str, Any]:
+    """A job of 24 layers with a schedule."""
     return {**dense(num_layers=24), "devices": devices, "global_batch_size": batch, "settings": {SCHEDULE: name}}
 
 

@@ -274,6 +274,7 @@ def _even_gathered(postprocess: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def job_of(job: dict[str, Any]) -> TrialJob:
+    """Return a job as the trial program reads it."""
     shape = dict(job["model"])
     shape.setdefault("num_query_groups", shape["num_attention_heads"])
     shape.setdefault("kv_channels", shape["hidden_size"] // shape["num_attention_heads"])
@@ -285,6 +286,7 @@ def job_of(job: dict[str, Any]) -> TrialJob:
 
 
 def configuration(job: TrialJob, *, plain_activation: bool = False) -> Any:
+    """Return Megatron's configuration of a job."""
     config = transformer_config(job)
     config.bias_activation_fusion = config.gated_linear_unit and not plain_activation
     config.batch_p2p_sync = config.perform_initialization = False
@@ -366,6 +368,7 @@ def _train(job: dict[str, Any]) -> dict[str, int]:
 
 
 def run(jobs: list[dict[str, Any]]) -> list[Any]:
+    """Return the figures of each job."""
     stand_in()
     gc.collect()
     gc.freeze()  # collections between jobs need not look at the libraries

@@ -63,6 +63,7 @@ def selective(*modules: str) -> dict[str, Any]:
 
 
 def share(microbatches: int, **values: Any) -> dict[str, Any]:
+    """Return the share of one replica."""
     return {"replicas": 1, "microbatches": microbatches, "values": values}
 
 

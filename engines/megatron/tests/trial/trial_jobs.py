@@ -159,6 +159,7 @@ SHARDED, MICRO = "use_distributed_optimizer", "micro_batch_size"
 
 
 def world(knobs: dict[str, Any]) -> int:
+    """Return the number of ranks."""
     return int(np.prod([knobs.get(name, 1) for name in (TP, PP, DP)]))
 
 
@@ -208,6 +209,7 @@ def of_physics(
 
 
 def layout(knobs: dict[str, Any], steps: int = 1) -> Layout:
+    """Return knobs as one row of columns."""
     fields = {"data": DP, "tensor": TP, "pipeline": PP, "virtual": VP, "context": "context_parallel_size", "expert": EP}
     fields |= {"micro_batch": MICRO, "sharded_optimizer": SHARDED, "sequence_parallel": SP}
     fields |= {"first_layers": FIRST, "last_layers": LAST}

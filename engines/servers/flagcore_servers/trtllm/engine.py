@@ -15,11 +15,10 @@ from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import Instance, address
 from flagcore_serving.space import knobs, rules
-from flagcore_serving.space.hardware import DP, PP, TP, Hardware, count
+from flagcore_serving.space.hardware import DP, PP, TP, count
 from flagcore_serving.space.knobs import DRAFTED, EAGER, PREFIX, SPECULATION, as_words, or_default
 from flagcore_serving.space.program import Program
 from flagcore_serving.space.settings import Settings
-from flagcore_serving.space.weights import weight_bytes
 
 from flagcore.domain.launch import PORT
 from flagcore.domain.space import Columns, KnobValue, Rule
@@ -111,11 +110,11 @@ class TensorRtLlm(ServingEngine):
 
     def settings(self, task: Task, columns: Columns) -> Settings:
         """Return TensorRT-LLM's effective settings. Limits on a batch, and tiers of the cache, are those of each rank.
-        The cache takes a share of the memory that the weights leave free; evicted blocks move to the tiers behind it.
+        The cache takes a share of the memory that all else leaves free (`pyexecutor/_util.py`: `_cal_max_memory`);
+        evicted blocks move to the tiers behind it.
         """
         values = PROGRAM.columns(task, columns)
         ranks = values[TP] * values[PP] * values[DP]
-        free = Hardware.of(task).memory_bytes - weight_bytes(task) / ranks
         return Settings.of(
             task,
             values,
@@ -125,7 +124,7 @@ class TensorRtLlm(ServingEngine):
             block_size=PROGRAM.values(values, BLOCK),
             chunked=values[CHUNKED],
             graph_tokens=np.where(values[EAGER] == 0, PROGRAM.values(values, GRAPHS), 0),
-            cache_bytes=knobs.shares(values[MEMORY], 0.9) * np.maximum(free, 0.0),
+            rest_share=knobs.shares(values[MEMORY], 0.9),
             drafted=np.where(values[SPECULATION] > 0, or_default(values[DRAFTED], 1), 0),
             host_cache=values[OFFLOAD] * ranks * 2.0**30,
             disk_cache=values[DISK] * ranks * 2.0**30,

@@ -108,6 +108,7 @@ class Arguments:
             self._notes.note(f"--{name}", effect, "serve.engine_args")
 
     def _add(self, flag: str, values: list[str]) -> None:
+        """Add a flag with its values."""
         name, knob = self._named(flag)
         if self.model is None and _has_model(knob, values):
             self.model = values.pop()
@@ -138,6 +139,7 @@ class Arguments:
         self._notes.note(flag, f"is the number of {what}", "cluster")
 
     def _named(self, flag: str) -> tuple[str, Knob | None]:
+        """Return the name of a flag, in full, and its knob."""
         name = strip_dashes(flag)
         knob, _ = self._program.knob_of(name)
         if knob is None and flag:

@@ -162,6 +162,7 @@ def _shifted(port: int) -> str:
 
 
 def _places_of(instances: Sequence[Instance], hosts: Sequence[str]) -> list[tuple[str, int]]:
+    """Return the host and the port of each instance."""
     names = [hosts[each.host] if hosts else "127.0.0.1" for each in instances]
     return list(zip(names, _ports(instances), strict=True))
 

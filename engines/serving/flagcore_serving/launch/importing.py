@@ -120,9 +120,10 @@ def _add_shares(
     shares = str(engine_args.get(engine.program.share_flag, "")).count(",") + 1
     if {TP, PP} & baseline.keys():
         return
-    if baseline.get("split_mode") in ("row", "tensor"):
-        baseline[TP] = max(shares, start.devices or 2)
-        notes.note("--split-mode", f"{baseline[TP]} devices: set their number", f"auto_tuner.baseline.{TP}")
+    if (mode := baseline.get("split_mode")) in ("row", "tensor", "layer"):
+        knob = engine.split_by if mode == "layer" else TP
+        baseline |= {engine.split_by: 1} | {knob: max(shares, start.devices or 2)}
+        notes.note("--split-mode", f"{baseline[knob]} devices: set their number", f"auto_tuner.baseline.{knob}")
     elif shares > 1:
         baseline[engine.split_by] = shares
 

@@ -223,6 +223,7 @@ def message_of(body: bytes) -> str:
 
 
 def _native_choice(data: dict[str, Any]) -> dict[str, Any]:
+    """Return an event of /generate as a choice."""
     end = data["meta_info"].get("finish_reason")
     end = end.get("type") if isinstance(end, dict) else end
     return {"text": data.get("text"), "token_ids": data.get("output_ids"), "finish_reason": end}

@@ -403,6 +403,7 @@ def _turns(row: Mapping[str, Any], number: int, *, count: int, folder: Path) -> 
 
 
 def _texts(row: Mapping[str, Any], messages: Any, number: int) -> list[str]:
+    """Return the texts of the messages of a row."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise _InvalidRow(f"row {number} has no list of turns")
     if any(name in each for each in (row, *messages) for name in _IMAGES):

@@ -165,11 +165,9 @@ class Disaggregated(Simulation):
             request = self.partial.popleft()
             if request.made:  # the request lost its cache, so this instance computes its prompt again
                 tokens = float(request.prompt + request.made)
-                time = self.price.mixed(0, tokens, tokens, 0.5 * tokens**2, 1)
-                self.now += time
-                self.stalled += time if self.running else 0.0
-            if self.overheads.reserve:
-                self.promised -= self._reserved(request)
+                self._pause(self.price.mixed(0, tokens, tokens, 0.5 * tokens**2, 1))
+            if self.reserve:
+                self.promised -= self._reserved(request.output)
             self._join(request)
             if request.first < 0:
                 running = self.running

@@ -59,14 +59,15 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     """Return the memory of one device of each candidate.
 
     The cache has its fixed size, if one is set. Otherwise it is the engine's share of memory, minus weights,
-    activations, graphs, driver and libraries. If `settings.on_device` is below 1, some layers with their cache,
-    and the embedding tables, are in the memory of the host.
+    activations, graphs, driver and libraries, or `settings.rest_share` of what these leave free. If
+    `settings.on_device` is below 1, some layers with their cache, and the embedding tables, are in the memory of the
+    host.
     """
     model, overheads, batched_tokens = serving.model, serving.overheads, settings.max_batched_tokens.astype(np.float64)
     weights = weight_bytes(serving, settings) - offloaded_bytes(serving, settings)
     alone = replace(settings, pipeline=np.ones_like(settings.pipeline))  # drafts are on the last pipeline stage
     for rows, draft, own_tables in drafts(serving, settings):
-        shared = (1.0 - own_tables) * table_bytes(draft.model, alone)
+        shared = (1.0 - own_tables) * table_bytes(draft, alone)
         weights = weights + np.where(rows, weight_bytes(draft, alone) - shared, 0.0)
     adapters = np.zeros(weights.shape)
     if settings.adapter_rank.any():
@@ -80,12 +81,15 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
         activations = np.where(settings.encodes, peak, np.maximum(activations, peak))
     graphs = np.where(settings.graph_tokens > 0, GRAPH_BYTES * model.num_layers / settings.pipeline, 0.0)
     graphs = graphs + settings.workspace_bytes
-    budget = np.full(weights.shape, np.inf)
+    budget = free = np.full(weights.shape, np.inf)
     if (capacity := costs.memory.capacity_bytes()) is not None:
         driver = costs.memory.device_used_bytes(np.zeros(1)) + settings.communicators * communicator_bytes(costs.memory)
-        budget = settings.memory_fraction * capacity - (0.0 if overheads.activations_beside else driver)
+        beside = settings.memory_fraction if overheads.activations_beside else 1.0  # a share of what is free before
+        budget, free = settings.memory_fraction * capacity - beside * driver, capacity - driver + 0.0 * weights
     other = 0.0 if overheads.activations_beside else activations + graphs
-    cache = np.where(np.isnan(settings.cache_bytes), budget - weights - adapters - other, settings.cache_bytes)
+    rest = settings.rest_share * (free - weights - adapters - activations - graphs)
+    cache = np.where(np.isnan(settings.rest_share), budget - weights - adapters - other, rest)
+    cache = np.where(np.isnan(settings.cache_bytes), cache, settings.cache_bytes)
     kept = {"frees_windows": overheads.frees_windows, "indexes_all": overheads.indexes_all}
     tokens, sequence = np.maximum(serving.tokens, 1.0), settings.sequence_bytes
     token = token_bytes(model, settings, serving.tokens, **kept)
@@ -107,7 +111,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     whole = np.where(settings.block_bytes > 0.0, np.floor(cache / block) * block, cache) * settings.data
     growing = token - sequence / tokens
     share = np.minimum(settings.on_device * (model.num_layers + 1) / model.num_layers, 1.0)
-    layers = np.maximum(weights - table_bytes(model, settings), 0.0) * share
+    layers = np.maximum(weights - table_bytes(serving, settings), 0.0) * share
     weights = np.where(settings.on_device < 1.0, layers, weights)
     weights = weights - _on_host(serving, settings) * expert_bytes(serving, settings) / settings.cores
     longest_tokens = whole / longest_token
@@ -140,7 +144,7 @@ def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
         total = total + number * serving.bytes_of(product.group) * weights_on_rank(product, settings)
     total = total + 2.0 * connections(model) * model.residual_weights
     stage_share = np.ceil(model.num_layers / settings.pipeline) / model.num_layers
-    return total * stage_share / settings.cores + table_bytes(model, settings)
+    return total * stage_share / settings.cores + table_bytes(serving, settings)
 
 
 def weights_on_rank(product: Product, settings: Settings) -> FloatArray:
@@ -165,14 +169,17 @@ def offloaded_bytes(serving: Serving, settings: Settings) -> FloatArray:
     """Return the bytes of a device's weights that are in the memory of the host: at most those of its layers."""
     if not settings.offloaded.any():
         return np.zeros(settings.offloaded.shape)
-    layers = weight_bytes(serving, settings) - table_bytes(serving.model, settings)
+    layers = weight_bytes(serving, settings) - table_bytes(serving, settings)
     return np.minimum(settings.offloaded, layers)
 
 
-def table_bytes(model: Model, settings: Settings) -> FloatArray:
-    """Return the bytes of the 16-bit embedding and output head on the fullest device."""
-    tables = np.where(settings.pipeline > 1, 1.0, 1.0 + model.untie_embeddings_and_output_weights)
-    rank_bytes: FloatArray = tables * 2.0 * model.vocab_size * float(model.hidden_size) / settings.tensor
+def table_bytes(serving: Serving, settings: Settings) -> FloatArray:
+    """Return the bytes of the embedding and output head on the fullest device."""
+    model, head = serving.model, serving.head_bytes
+    tables = np.where(settings.pipeline > 1, 1.0, 1.0 + (model.untie_embeddings_and_output_weights and head is None))
+    rank_bytes: FloatArray = (
+        tables * (2.0 if head is None else head) * model.vocab_size * float(model.hidden_size) / settings.tensor
+    )
     own = sum(each.weights for each in layer_embeddings(model))
     return (rank_bytes + 2.0 * own / settings.tensor) / settings.cores
 

@@ -27,13 +27,7 @@ from flagcore_serving.model.work import HOST_RATE, AdaptedRequests, Overheads, S
 from flagcore_serving.space.hardware import Hardware
 from flagcore_serving.space.placement import ENCODES, InstanceKinds, uniform_kinds
 from flagcore_serving.space.settings import Settings
-from flagcore_serving.space.weights import (
-    STORED_BYTES,
-    Quantization,
-    cache_bytes_per_token,
-    cached_heads,
-    quantization,
-)
+from flagcore_serving.space.weights import STORED_BYTES, Quantization, cache_bytes_per_token, cached_heads, quantization
 
 T = TypeVar("T", IterationCosts, ServingMemory)
 COMPUTE_FORMATS = ("bf16", "fp16", "fp32")
@@ -170,8 +164,7 @@ def crowding(task: Task, kinds: InstanceKinds, settings: Settings) -> FloatArray
     group = task.cluster.groups[0]
     processes = kinds.total(1 + settings.data + settings.devices)
     hosts = np.ceil(kinds.total(settings.devices) / group.devices_per_node)
-    per_cpu = processes / hosts / (group.cpus_per_node or np.inf)
-    return np.maximum(per_cpu, 1.0)[kinds.owner]
+    return np.maximum(processes / hosts / (group.cpus_per_node or np.inf), 1.0)[kinds.owner]
 
 
 def _memory_and_times(
@@ -187,16 +180,16 @@ def _memory_and_times(
         memory = _selected(settings.quantized, serving_memory(fp8, settings, costs), memory)
         times = _selected(settings.quantized, iteration_costs(fp8, settings, costs), times)
     times = with_drafts(times, serving, settings, costs)
-    changed = times.fixed + (settings.host_s - overheads.iteration) * times.crowding
+    hidden_s = np.where(times.crowding > 1.0, overheads.hidden, 0.0)
+    added_s = np.where(np.isnan(settings.host_s), hidden_s, settings.host_s - overheads.iteration)
     sequence = np.where(settings.host_s == 0.0, OVERLAPPED, 1.0) * times.sequence
-    return memory, replace(times, fixed=np.where(np.isnan(settings.host_s), times.fixed, changed), sequence=sequence)
+    return memory, replace(times, fixed=times.fixed + added_s * times.crowding, sequence=sequence)
 
 
 def with_drafts(times: IterationCosts, serving: Serving, settings: Settings, costs: Costs) -> IterationCosts:
     """Return iteration costs with those of drafts: of a pass through their layers and head, and on the host. Passes run
     on the last pipeline stage, for which the others wait."""
-    none = np.zeros_like(settings.offloaded)
-    alone = replace(settings, pipeline=np.ones_like(settings.pipeline), offloaded=none)
+    alone = replace(settings, pipeline=np.ones_like(settings.pipeline), offloaded=np.zeros_like(settings.offloaded))
     layers, heads, cached = times.drafts, times.draft_heads, times.draft_cached
     for rows, draft, _ in drafts(serving, settings):
         each = iteration_costs(draft, alone, costs)
@@ -242,6 +235,8 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Mo
     form = checkpoint.experts or precision
     if form in STORED_BYTES and form in overheads.experts:
         overheads = replace(overheads, experts={(routed or (computed,))[0]: overheads.experts[form]})
+    if overheads.embeds_on_host and not Hardware.of(task).on_cores:
+        serving = replace(serving, head_bytes=weight_bytes or 2.0)
     return replace(serving, precision=computed, overheads=overheads, weight_bytes=weight_bytes, routed=routed)
 
 

@@ -81,6 +81,13 @@ class Price:
     `captured` is at least `below`, and less than `above`.
     """
 
+    __slots__ = (
+        *("simulation", "encoding", "encoders", "needed", "below", "above", "filled", "widest", "lane", "overheads"),
+        *("pair", "_drafted", "_cached", "_each", "_ranks", "_gain", "_mixes", "_local", "_shared", "_sampled"),
+        *("_drafts", "_draft_heads", "_prompts", "_fixed", "_sequence", "_floor", "_captured", "_decode_floor"),
+        *("_mixed_floor", "_decode"),
+    )
+
     def __init__(
         self,
         costs: IterationCosts,
@@ -100,6 +107,7 @@ class Price:
         self.pair, self._drafted = float(costs.pair[row]), lane.drafted
         self._cached = float(costs.cached[row] + lane.drafted * costs.draft_cached[row])
         self._ranks, self._gain, self._mixes = lane.ranks, lane.gain, slowed.mixes
+        self._each = self._cached / (min(lane.ranks, 1.0) * lane.gain)
         self._local, self._shared = costs.local[row].tolist(), costs.shared[row].tolist()
         self._sampled = costs.sampled[row].tolist()
         self._drafts, self._draft_heads = costs.drafts[row].tolist(), costs.draft_heads[row].tolist()
@@ -111,7 +119,9 @@ class Price:
 
     def cached(self, sequences: int) -> float:
         """Return the seconds to read one cached token for `sequences` sequences spread evenly over ranks."""
-        return self._cached / (min(self._ranks, max(sequences, 1)) * self._gain)
+        if sequences <= 1 or self._ranks <= 1.0:
+            return self._each
+        return self._cached / (min(self._ranks, sequences) * self._gain)
 
     def decode(self, sequences: int) -> float:
         """Return the seconds in which each of `sequences` sequences gets a token, without reading their context."""

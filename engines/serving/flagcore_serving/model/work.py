@@ -61,7 +61,7 @@ class Overheads:
 
     Host and front end:
 
-    - `iteration`: time of the host per iteration.
+    - `iteration`: time of the host per iteration. `hidden`: the same if it is hidden as long as each process has a CPU.
     - `sequence`: time of the host per iteration and running sequence (sampling, streaming, bookkeeping).
     - `request`: time that a request takes to reach the scheduler.
     - `entry`: time that the front end takes to accept one request. Requests are accepted one after the other.
@@ -118,7 +118,9 @@ class Overheads:
       with at least as many tokens as the context.
     - `reserve`: share of a request's answer for which the cache must have free space before the request is admitted.
       `reserved`: the most tokens of an answer that count for it.
-    - `activations_beside`: whether the engine's share of memory covers only weights and cache.
+    - `embeds_on_host`: whether devices have the head, but never the embedding.
+    - `activations_beside`: whether the engine's share is one of the memory that is free before it loads weights, and
+      covers only these and the cache.
     - `whole_prompts`: whether each slot keeps its last prompt, and other tiers whole prompts. Otherwise any tokens.
     - `own_order`: whether tiers behind the devices do not refresh what the devices have (see `model/tiers.py`).
     - `loads_by_layer`: whether an iteration computes layers while the cache of later ones is loaded from other tiers.
@@ -148,6 +150,7 @@ class Overheads:
     request: float
     attention: float
     ffn: float
+    hidden: float = 0.0
     entry: float = 0.0
     event: float = 0.0
     prompt_token: float = 0.0
@@ -184,6 +187,7 @@ class Overheads:
     whole_unless_latent: bool = False
     reserve: float = 0.0
     reserved: float = math.inf
+    embeds_on_host: bool = False
     activations_beside: bool = False
     whole_prompts: bool = False
     own_order: bool = False
@@ -250,6 +254,7 @@ class Serving:
     - `weight_bytes`: bytes per stored weight if the weights are stored in another format; None if they are not.
     - `routed`: the same two of the routed experts, if they have another format.
     - `wide`: the parts of the model that are stored in 16 bits (see `Quantization`).
+    - `head_bytes`: bytes per weight of the head if devices have no embedding; None if they have both, in 16 bits.
     - `link_domain`: number of consecutive devices that are connected without the network.
     - `host_rate`: bytes per second from the memory of the host to a device.
     - `architecture`, `peak`: those of the chip; the peak in 16 bits, in operations per second.
@@ -265,6 +270,7 @@ class Serving:
     weight_bytes: float | None = None
     routed: tuple[str, float | None] | None = None
     wide: frozenset[str] = frozenset()
+    head_bytes: float | None = None
     link_domain: int = 8
     host_rate: float = HOST_RATE
     architecture: str = ""

@@ -158,6 +158,7 @@ def forbidden(task: Task, program: Program) -> tuple[Rule, ...]:
 
 
 def _forbidden(program: Program, name: str, item: Mapping[str, Any]) -> Rule:
+    """Return the rule `name` for one item of `forbidden`."""
     cases = item["when"] if isinstance(item["when"], list) else [item["when"]]
     conditions = [{knob: _condition(program, knob, wanted) for knob, wanted in case.items()} for case in cases]
 

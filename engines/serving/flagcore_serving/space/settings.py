@@ -49,7 +49,8 @@ class Settings:
     - `whole`: 1 if an iteration that only decodes is one graph, 0 if it is captured in pieces, and NaN for the engine's
       default.
     - `memory_fraction`: share of a device's memory for weights, activations and cache; NaN if `cache_bytes` is set.
-    - `cache_bytes`: fixed size of the cache on each device; NaN if `memory_fraction` determines it.
+    - `cache_bytes`: fixed size of the cache on each device; NaN if `memory_fraction` or `rest_share` determines it.
+    - `rest_share`: share, for the cache, of what all else leaves free; NaN if the other two determine its size.
     - `offloaded`: bytes of the layers' weights of each device that are in the memory of the host, and that each pass
       reads from there.
     - `experts_on_host`: the first layers with experts whose routed experts are in the memory of the host.
@@ -108,6 +109,7 @@ class Settings:
     prefix_caching: IntArray
     memory_fraction: FloatArray
     cache_bytes: FloatArray
+    rest_share: FloatArray
     cache_element_bytes: FloatArray
     workspace_bytes: FloatArray
     block_bytes: FloatArray
@@ -210,7 +212,7 @@ class Settings:
 USUAL: Mapping[str, float] = {
     **dict.fromkeys(("block_size", "chunked"), 1),
     **dict.fromkeys(("graph_tokens", "drafted", "scheme", "copies"), 0),
-    **dict.fromkeys(("whole", "memory_fraction", "cache_bytes", "host_s", "direct"), math.nan),
+    **dict.fromkeys(("whole", "memory_fraction", "cache_bytes", "rest_share", "host_s", "direct"), math.nan),
     **dict.fromkeys(("token_bytes", "longest_bytes"), math.nan),
     **dict.fromkeys(("block_bytes", "sequence_bytes", "admission_bytes", "chunk_tokens"), 0.0),
     **dict.fromkeys(("least_cache", "offloaded", "experts_on_host", "state_share", "draft_host_s", "ahead"), 0.0),
@@ -272,7 +274,7 @@ class PublishedRuns:
     - `cache_type`: the 8-bit type of the KV cache in runs with narrow weights on chips that compute in 4 bits.
     - `memory_flag`: the flag for the engine's share of memory, which runs raise if the weights fill most of a device.
     - `release`: the engine release for records that name none, from the time of the measurements.
-    - `engine_args`: other flags of the recipes of InferenceX.
+    - `engine_args`: other flags of the recipes of InferenceX, by a part of the model's name.
     - `drawn`: the `range_ratio` of the client on the engine's own pages, by lengths of prompts and answers.
     - `generated`: what aiconfigurator writes into the commands of servers: by knob, the first release and the value.
     - `wide_copies`, `wide_chunk`: with experts on several hosts, the least copies of experts, and the knob for the
@@ -282,7 +284,7 @@ class PublishedRuns:
     cache_type: KnobValue = None
     memory_flag: str = ""
     release: str = ""
-    engine_args: Mapping[str, EngineArg] = field(default_factory=dict)
+    engine_args: Mapping[str, Mapping[str, EngineArg]] = field(default_factory=dict)
     drawn: Mapping[tuple[int, int], float] = field(default_factory=dict)
     generated: Mapping[str, tuple[str, KnobValue]] = field(default_factory=dict)
     wide_copies: int = 0

@@ -17,8 +17,8 @@ from flagcore_models.gguf import context_length
 from flagcore_models.keys import context_of, section_of
 from flagcore_models.layers import attention_counts, mixer_counts, weights_by_group
 from flagcore_models.mixers.attention import Attention
-from flagcore_models.public import find_public
-from flagcore_models.quantized import format_of_weights
+from flagcore_models.public import GGUF_BITS, find_public
+from flagcore_models.quantized import format_of_weights, is_mxfp4
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task
@@ -189,7 +189,7 @@ def quantization(spec: Spec) -> Quantization | None:
         return Quantization(block=_GROUP) if public and public[1] == "int4" else None
     sizes = _block_sizes(found)
     name = format_of_weights(config)
-    is_int4 = name == "int4" and found.get("quant_method") != "mxfp4"
+    is_int4 = name == "int4" and not is_mxfp4(config)
     has_fp4_experts = "fp4" in (config.get("expert_dtype"), found.get("expert_dtype"))
     return Quantization(
         block=max(sizes, default=1),
@@ -235,7 +235,7 @@ MAX_WEIGHT_SHARE = 0.85
 """Default maximum share of a device's memory for weights. The rest is for activations, graphs and cache."""
 
 
-STORED_BYTES = {"q4_0": 18 / 32, "q4_k": 144 / 256, "q4_k_m": 0.6, "q5_k_m": 0.71, "q6_k": 210 / 256, "q8_0": 34 / 32}
+STORED_BYTES = {name: bits / 8.0 for name, bits in GGUF_BITS.items()}
 STORED_BYTES |= {"mxfp4": 17 / 32, "int4": 0.53, "awq": 0.53, "gptq": 0.53, "w4a16": 0.53}
 """Bytes per stored weight in formats that are converted for compute: GGUF formats, which store blocks, and 4-bit
 formats with one scale per 32 (mxfp4) or 128 weights."""

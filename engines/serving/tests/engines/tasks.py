@@ -80,6 +80,7 @@ def planned(engine: str, **arguments: Any) -> Task:
 
 
 def engine_of(name: str) -> ServingEngine:
+    """The engine with a name."""
     found = find_engine(name)
     assert isinstance(found, ServingEngine)
     return found
@@ -123,6 +124,7 @@ def published(task: Task, values: Mapping[str, str]) -> tuple[Task, dict[str, Kn
 
 
 def space_of(engine: ServingEngine, task: Task) -> Space:
+    """The space of a task."""
     return build(engine.axes(task), engine.rules(task), engine.merges(task))
 
 

@@ -236,7 +236,7 @@ def test_values_that_an_engine_accepts_are_legal(engine: str, task: dict[str, An
         ("llamacpp", True, {"speculation": "none"}, {}),
         ("llamacpp", True, {"batch_size": 256, "ubatch_size": 256}, {"batch_size": 256}),
         ("llamacpp", True, {"threads": 1, "threads_batch": 1}, {"threads": 1}),
-        ("llamacpp", False, {"split_mode": "row", TP: 2}, {TP: 2}),
+        ("llamacpp", False, {"split_mode": "tensor", TP: 2}, {TP: 2}),
         ("llamacpp", False, {"split_mode": "layer", PP: 2}, {PP: 2}),
     ],
 )

@@ -132,6 +132,7 @@ def estimate(model: str, chip: str, devices: int, space: dict[str, Any] | None =
 
 
 def values(found: api.Estimate, *knobs: str) -> set[tuple[Any, ...]]:
+    """The values of `knobs` of the candidates that fit."""
     fitting = [each["candidate"] for each in found.candidates if each["memory"]["fits"]]
     return {tuple(candidate.get(knob) for knob in knobs) for candidate in fitting}
 

@@ -156,6 +156,7 @@ def serving(behaviour: Behaviour) -> Iterator[RequestTimes]:
 
 
 def send(*urls: str, load: Load, seed: int = 0, timeout_s: float = 60.0, **given: Any) -> LoadResult:
+    """Send a load to servers."""
     targets = [Target(url) for url in urls]
     return measure(targets, load, **{"model": "m", "vocab_size": 1000, "seed": seed, "timeout_s": timeout_s, **given})
 

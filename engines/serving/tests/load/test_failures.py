@@ -73,6 +73,7 @@ def raw(*parts: bytes | float) -> Behaviour:
 
 
 def finished(made: int | None = None, reason: str = "length", read: int | None = None) -> tuple[Part, ...]:
+    """The last parts of an answer."""
     return piece("", reason), lambda body: usage(body, made, read), DONE, END
 
 

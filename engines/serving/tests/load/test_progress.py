@@ -328,6 +328,7 @@ def test_latencies_that_grow_until_the_end_are_no_steady_state() -> None:
 
 
 def first_end(state: SteadyState, sent: list[Answer]) -> int:
+    """Return the number of answers at which a load ends."""
     found = (count for count in range(1, len(sent) + 1) if state.reached(sent[:count], float(count)))
     return next(found, len(sent))
 

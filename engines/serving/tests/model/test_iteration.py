@@ -317,6 +317,8 @@ def test_narrow_weights_leave_tables_in_16_bits() -> None:
     tables = 2 * 2 * 151936 * 4096
     wide, narrow = (weight_bytes(serving(precision=name), settings())[0] for name in ("bf16", "fp8"))
     assert narrow - tables == pytest.approx(0.5 * (wide - tables))
+    head = weight_bytes(replace(serving(precision="fp8"), head_bytes=0.6), settings())[0]  # and no embedding: llama.cpp
+    assert narrow - head == pytest.approx(tables - 0.6 * tables / 4)
 
 
 def test_a_cached_token_holds_keys_and_values_of_all_layers() -> None:
@@ -381,8 +383,16 @@ def test_the_cache_takes_the_remaining_memory() -> None:
 
 
 def test_an_engine_may_count_activations_outside_its_share() -> None:
-    found = memory(serving(activations_beside=True))
-    assert found.cache == pytest.approx(72e9 - found.weights)
+    """Its share is one of what is free before weights are loaded (SGLang `_profile_available_bytes`)."""
+    found, held = memory(serving(activations_beside=True)), costs().memory
+    free = held.capacity_bytes() - held.device_used_bytes(np.zeros(1))
+    assert found.cache == pytest.approx(72e9 / held.capacity_bytes() * free - found.weights)
+
+
+def test_the_cache_may_be_a_share_of_what_all_else_leaves_free() -> None:
+    found, held = memory(serving(), rest_share=0.9), costs().memory
+    rest = held.capacity_bytes() - held.device_used_bytes(found.weights + found.activations + found.graphs)
+    assert found.cache == pytest.approx(0.9 * rest, rel=1e-3)
 
 
 def test_a_cache_size_that_is_set_is_used() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_serving.model import simulation
+from flagcore_serving.model import batches, simulation
 from flagcore_serving.model.closed_loop import ClosedLoop, steady_state
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
 from flagcore_serving.model.iteration import IterationCosts
@@ -40,7 +40,8 @@ def token_by_token(
 ) -> list[tuple[float, float]]:
     """First and last token of each request, of an engine without preemption that looks at each iteration.
 
-    With `lane.ahead`, an iteration is planned when the one before starts: with what was ready and had ended by then.
+    With `lane.ahead`, an iteration is planned when the one before starts: with what was ready and had ended by then. If
+    there is nothing to plan, the end of that one is awaited.
     """
     lane, overheads, count = price.lane, price.overheads, len(lengths)
     ready = [inf] * count
@@ -64,7 +65,7 @@ def token_by_token(
     running: list[int] = []
     first, last = [0.0] * count, [0.0] * count
     while any(generated[place] < lengths[place][1] for place in range(count)):
-        if not lane.ahead or not (running or prompts):
+        if not lane.ahead or not (running or prompts or queue or ready[started] <= planned):
             planned, ghosts = now, 0
         while started < sent and ready[started] <= planned:
             queue.append(started)
@@ -83,7 +84,7 @@ def token_by_token(
                 ended.append(place)
                 del prompts[place]
         if not tokens and not running:
-            now = ready[started]
+            planned, ghosts, now = now, 0, now if queue else ready[started]
             continue
         decodes, planned = running if lane.mixes or not tokens else [], now
         context = sum(lengths[place][0] + generated[place] for place in decodes)
@@ -142,7 +143,7 @@ def test_parallel_chunks_of_a_long_prompt_take_as_long_as_sequential_ones(
     price = Price(costs, 0, lane, replace(OVER, mixes=mixes))
     lengths = [(50, 30), (20_000, 5), (300, 400), (9_000, 3)]
     at_once = Simulation(price, lengths, None, 3).run()
-    monkeypatch.setattr(simulation, "MIN_PIECES", 10**9)
+    monkeypatch.setattr(batches, "MIN_PIECES", 10**9)
     for result, expected in zip(ends(at_once), ends(Simulation(price, lengths, None, 3).run()), strict=True):
         assert result == pytest.approx(expected, rel=1e-9)
 

@@ -148,6 +148,7 @@ def _layer_rule(task: Task) -> Rule:
 
 
 def _expert_rules(count: int) -> tuple[Rule, ...]:
+    """Return the rules of experts."""
     return (
         rule("expert_parallel", lambda c: (count % c[EP] != 0) | (c[SHARD] * c[CP] % c[EP] != 0), count=count),
         rule("experts_alone", lambda c: (c[TP] > 1) | ((c[PP] > 1) & (c[SCHEDULE] >= ZBV))),

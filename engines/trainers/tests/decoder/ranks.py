@@ -18,6 +18,7 @@ SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBu
 
 
 def device_meshes(job: Job) -> Meshes:
+    """Return the meshes of all ranks."""
     each, kind = job.candidate, "cpu"
     weights = (each.pipeline, each.replicate, each.shard * each.context, each.tensor)
     samples = (each.pipeline, job.replicas, each.context, each.tensor)

@@ -304,6 +304,7 @@ class _Estimate:
         return replace(estimate, selective=estimate._with_selective(modules, uniform)) if uniform.size else estimate
 
     def _with_selective(self, modules: frozenset[str], rows: IntArray) -> _Estimate:
+        """Return the estimate for the candidates `rows` if they only recompute `modules`, selectively."""
         train, layout, zeros = self.kinds.train, self.kinds.layout[rows], np.zeros(rows.shape)
         selective = np.maximum(layout.selective, layout.uniform == 1)
         train = replace(train, options=replace(train.options, recompute_modules=modules))

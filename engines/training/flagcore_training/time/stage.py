@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -105,7 +104,7 @@ def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
         is_known = own is train and depth in described
         layers.append(layers[described.index(depth)] if is_known else layer_time(own, layout, costs, depth))
         described.append(depth)
-    weights = [_total(layer_parameters(train, layout, each)) for each in described]
+    weights = [sum(layer_parameters(train, layout, each).values(), np.zeros(())) for each in described]
     for group in _groups(train):
         if len(layers[group]) == 1:
             layers[group] = [_with_sums(train, costs, layers[group][0], weights[group][0])]
@@ -221,12 +220,10 @@ def recomputed_share(recomputed: FloatArray, layers: FloatArray) -> FloatArray:
 
 def host_of(train: Training, costs: Costs) -> tuple[float, float, float]:
     """Return the seconds that the host needs for one kernel launch, and the exponents of `launch_wait` for forward and
-    backward.
-
-    The lengths of sequences are read in forward only.
-    """
+    backward. The lengths of sequences are read in forward only."""
     host = costs.kernels.launch_seconds() * (train.options.graphs != WHOLE_STEP)
-    backward = WAITING_NORM if experts_of(train.model) is not None and train.transformer_engine else LAUNCH_NORM
+    waits = experts_of(train.model) is not None and train.transformer_engine and not train.options.padded_experts
+    backward = WAITING_NORM if waits else LAUNCH_NORM
     forward = WAITING_NORM if one_by_one(train) and not train.options.rope_fusion else backward
     return (host, 1.0, 1.0) if costs.synchronous else (host, forward, backward)
 
@@ -240,8 +237,6 @@ def launch_wait(
     and others shorter, so a pass takes longer than the maximum of both times. Their `lag`-norm is a smooth
     approximation.
     """
-    if not np.any(host):
-        return np.zeros_like(device)
     busy = np.maximum(device, MIN_SECONDS)
     ratio = launches * host / busy
     return busy * ((1.0 + ratio**lag) ** (1.0 / lag) - 1.0)
@@ -253,7 +248,3 @@ def _offload_wait(train: Training, layout: Layout, costs: Costs, stage: Stage, w
     if not (train.options.offload_modules or train.options.offload_layers):
         return np.zeros_like(window)
     return np.maximum(costs.kernels.host_copy_seconds(offloaded_bytes(train, layout, stage)) - window, 0.0)
-
-
-def _total(parts: Mapping[str, FloatArray]) -> FloatArray:
-    return sum(parts.values(), np.zeros(()))

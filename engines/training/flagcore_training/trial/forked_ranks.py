@@ -173,6 +173,7 @@ def _end(ranks: list[_Rank]) -> None:
 
 
 def _forward_output(ranks: list[_Rank]) -> None:
+    """Copy the output of `ranks` to stderr."""
     for rank in ranks:
         rank.output.seek(0)
         sys.stderr.flush()

@@ -212,6 +212,7 @@ class Bed:
         return _run(*self.command(name, *argv))
 
     def start(self, name: str, *argv: str, **how: Any) -> subprocess.Popen[str]:
+        """Start a command on a host."""
         return subprocess.Popen(self.command(name, *argv), text=True, **how)
 
     def _on_switch(self, command: str) -> None:
@@ -222,6 +223,7 @@ class Bed:
         self._on_switch(f"ip link set {PORT}{name} nomaster")
 
     def restore(self, name: str) -> None:
+        """Undo `cut`."""
         self._on_switch(f"ip link set {PORT}{name} master br0")
 
     def kill(self, name: str) -> None:
@@ -245,6 +247,7 @@ class Bed:
         self.run(name, "sh", "-c", "head -c 1T /dev/zero > /tmp/filled 2> /dev/null || true")
 
     def unfill(self, name: str) -> None:
+        """Undo `fill`."""
         self.run(name, "rm", "-f", "/tmp/filled")
 
     def join(self, name: str, group: Path) -> None:
@@ -330,6 +333,7 @@ class Bed:
         return Path(f"/proc/{self._first[name]}/root")
 
     def close(self) -> None:
+        """End all hosts."""
         for process in self._started.values():
             process.kill()
             process.wait()

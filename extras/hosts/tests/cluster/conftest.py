@@ -119,6 +119,7 @@ class Tune:
         self.process.wait()
 
     def finish(self) -> Any:
+        """Return the result of the tune."""
         while self.process.wait():
             self.resume()
         return self.project.result()

@@ -69,6 +69,7 @@ def of_bed(begin: Callable[[Bed, str], object], end: Callable[[Bed, str], object
 
 
 def end_logins(bed: Bed, host: str) -> None:
+    """End sshd and all connections to it."""
     signals(bed, host, b"sshd", signal.SIGKILL)
 
 

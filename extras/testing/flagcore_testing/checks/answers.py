@@ -77,6 +77,7 @@ def measured_chips_keep_their_names(plugin: Subject) -> Problems:
 
 
 def _of_groups(plugin: Subject) -> Iterable[tuple[Any, ...]]:
+    """Return each group with one engine of each kind."""
     engines = {kind_of(each): each for each in reversed(plugin.engines)}.values()
     return [(group, each) for group in plugin.groups() for each in engines]
 

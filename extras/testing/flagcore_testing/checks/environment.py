@@ -56,6 +56,7 @@ def _others_variables(plugin: Subject) -> list[Variable]:
 
 @once
 def _others_names(plugin: Subject) -> list[str]:
+    """Return the names of these variables, one of each plugin."""
     files = others_files(plugin, read_variables)
     return [name for _, variables in files for name in sorted({each.name for each in variables})]
 

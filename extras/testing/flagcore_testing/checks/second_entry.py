@@ -181,6 +181,7 @@ def _settings(plugin: Subject) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _effects(plugin: Subject) -> list[Effect]:
+    """Return the effects of the knobs that are no single variables."""
     knobs = [each.knob for each in all_knobs(plugin.package) if not isinstance(each.scope, VariableKnob)]
     return [effect for knob in knobs for effect in knob.effects.values()]
 

@@ -184,6 +184,7 @@ class Stream(torch.Stream):
 
 
 def Event(enable_timing=False, blocking=False, interprocess=False):
+    """Return a point in time."""
     return torch.Event("simu", enable_timing=enable_timing)
 
 

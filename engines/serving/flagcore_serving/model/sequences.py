@@ -1,0 +1,269 @@
+"""The sequences of a simulation that decode, and the cache that they and their prompts take."""
+
+from collections import Counter, deque
+from heapq import heappop, heappush
+from math import inf
+
+from flagcore_serving.model.price import Price
+from flagcore_serving.model.request import Request
+
+
+class Group:
+    """The sequences that take turns with others in a pipeline. The attributes are those of `Sequences`."""
+
+    __slots__ = (
+        "finish",
+        "grown",
+        "heap",
+        "is_shut",
+        "joined",
+        "now",
+        "offset",
+        "phases",
+        "running",
+        "stalled",
+        "step",
+    )
+
+    def __init__(self, block: int) -> None:
+        self.phases, self.heap, self.joined = [0] * block, list[tuple[int, int, Request]](), dict[float, int]()
+        self.now, self.stalled, self.is_shut = 0.0, 0.0, False
+        self.grown = self.step = self.running = self.offset = self.finish = 0
+
+
+class Sequences:
+    """Keeps sums over the sequences of a lane, so that an iteration does nothing for each of them.
+
+    - `now`: the end of the last iteration. `known`: the time until which the scheduler knows what happened.
+    - `used`: tokens of the cache that are taken. Until the cache may be too small, each sequence has `beside` more, at
+      least what its last block does not use. Then whole blocks are counted: `block` is their number of tokens.
+    - `phases`: by step modulo `block`, the running sequences that take another block in it.
+    - `offset` + running x `step`: context tokens of the running sequences.
+    - `finish` - running x `step`: remaining output tokens of the running sequences.
+    - `freed`: tokens of whole blocks that were taken, and are not any more, since whole blocks are counted.
+    - `promised`: output tokens of admitted requests whose prompts are not yet computed.
+    - `grown`: tokens of blocks that the next step needs; with pipeline stages, those of the group whose turn it is.
+      `resting`: those of sequences that were not in the last iteration, so that the engine has not taken them yet.
+    - `ending`: times at which requests ended, and their cached tokens (`held`), which are still taken.
+    - `joined`: sequences that joined while others waited for prompts, and since when.
+
+    With pipeline stages, which become `free` at times, `step`, `running`, `offset`, `finish`, `heap`, `phases`,
+    `joined`, `stalled` and `now`, the end of its last call, are those of the group `turn`; the `groups` have those of
+    the others, of which `others` sequences run. `Simulation` has their `calls`.
+    """
+
+    __slots__ = (
+        *(
+            "price",
+            "lane",
+            "overheads",
+            "prefix",
+            "capacity",
+            "beside",
+            "block",
+            "is_tight",
+            "is_shut",
+            "phases",
+            "receive",
+        ),
+        *("reserve", "holders", "used_adapters", "in_slots", "queue", "partial", "loading", "heap", "order", "ending"),
+        *("lag", "gain", "made", "now", "known", "held", "stalled", "used", "freed", "link", "promised", "joined"),
+        *(
+            "step",
+            "running",
+            "offset",
+            "finish",
+            "tickets",
+            "turn",
+            "others",
+            "grown",
+            "resting",
+            "free",
+            "groups",
+            "calls",
+        ),
+        *("idle_s", "steady", "growth", "marks", "periods", "members", "preemptions"),
+    )
+
+    def __init__(self, price: Price) -> None:
+        self.price, self.lane, self.overheads = price, price.lane, price.overheads
+        self.receive: int = self.overheads.receive
+        self.reserve: float = self.overheads.reserve
+        self.prefix, self.capacity = self.lane.shared_prefix, self.lane.cache_tokens
+        self.beside, self.block = self.lane.block - 1.0 + self.lane.fixed, 1
+        self.is_tight, self.is_shut, self.phases, self.holders = False, False, list[int](), Counter[int]()
+        self.used_adapters, self.in_slots = Counter[int](), dict[int, None]()
+        self.queue, self.partial, self.loading = deque[Request](), deque[Request](), deque[Request]()
+        self.heap, self.order, self.joined = list[tuple[int, int, Request]](), list[Request](), dict[float, int]()
+        self.ending = deque[tuple[float, float]]()
+        self.lag, self.gain = self.lane.ahead, self.lane.gain  # in iterations; tokens of one
+        self.made = 0.0  # parts of a token
+        self.now = self.known = self.held = self.stalled = self.used = self.freed = self.link = self.promised = 0.0
+        self.step = self.running = self.offset = self.finish = self.tickets = self.turn = self.others = self.grown = 0
+        self.preemptions = self.steady = self.resting = 0
+        self.free, self.groups, self.members = list[float](), list[Group](), tuple[int, ...]()
+        self.calls, self.idle_s, self.growth = deque[float](), 0.0, 0.0
+        if self.lane.stages > 1.0:
+            self.lag, self.free = 1.0, [0.0] * int(self.lane.stages)
+            self._count_blocks()
+            self.groups = [Group(self.block) for _ in self.free]
+        self.marks, self.periods = self.free.copy(), self.free.copy()
+
+    def _cached_tokens(self, request: Request) -> float:
+        """Return how many tokens of the cache a request occupies, including its states and the unused part of its last
+        block."""
+        tokens = request.prompt + request.made - self.prefix - request.shared
+        return tokens + self.beside if self.block == 1 else tokens + -tokens % self.block + self.lane.fixed
+
+    def _leave_cache(self, request: Request) -> float:
+        """Free the cache of a request, and return its tokens."""
+        tokens = self._cached_tokens(request)
+        self.used -= tokens
+        if request.parts:
+            self.holders.subtract([part for part, _ in request.parts])
+            self.used -= sum([size for part, size in request.parts if not self.holders[part]])
+        if self.block == 1:
+            self.grown -= 1
+        else:
+            computed = (request.prompt + request.made - 1 - self.prefix) % self.block
+            self.grown -= 0 if computed else self.block
+            self.freed += tokens - (self.block if computed else 0)  # a block in part is taken first
+        if self.lane.adapters and request.adapter >= 0:
+            self.used_adapters[request.adapter] -= 1
+            self.used_adapters += Counter()  # without adapters that no request uses
+        return tokens
+
+    def _takes_block(self, request: Request) -> bool:
+        """Return whether the last token of a request is the first one of a block."""
+        return self.block == 1 or (request.prompt + request.made - self.prefix) % self.block == 1.0
+
+    def _join(self, request: Request) -> None:
+        """Add a request to the decoding sequences."""
+        self.running += 1
+        if self.stalled:
+            self.joined[self.stalled] = self.joined.get(self.stalled, 0) + 1
+        self.tickets = ticket = self.tickets + 1
+        step, made = self.step, request.made
+        end = step + request.output - made
+        request.context, request.since, request.ticket, request.group = request.prompt + made, step, ticket, self.turn
+        self.offset += request.context - step
+        if self.block > 1:
+            self.phases[self._phase(request)] += 1
+        self.finish += end
+        self.order.append(request)
+        heappush(self.heap, (end, ticket, request))
+
+    def _stop(self, request: Request) -> float:
+        """Take a request out of the decoding sequences, and return the tokens of its cache."""
+        self.running -= 1
+        self.offset -= request.context - request.since
+        if self.block > 1:
+            self.phases[self._phase(request)] -= 1
+        self.finish -= request.since + request.output - request.made
+        request.made += self.step - request.since
+        request.ticket = 0
+        return self._leave_cache(request)
+
+    def _phase(self, request: Request) -> int:
+        """Return the place in `phases` of the steps in which a running sequence takes another block."""
+        return int(request.since + 1 - request.context + self.prefix) % self.block
+
+    def _slots(self) -> int:
+        """Return the tokens of the blocks that only the last tokens of the running sequences need."""
+        return self.running if self.block == 1 else self.block * self.phases[self.step % self.block]
+
+    def _grown(self, steps: int) -> int:
+        """Return the tokens of the blocks that the running sequences take in the next steps."""
+        first = (self.step + 1) % self.block
+        if steps == 1:
+            return self.block * self.phases[first]
+        cycles, rest = divmod(steps, self.block)
+        last = first + rest
+        taken = cycles * self.running + sum(self.phases[first:last])
+        return self.block * (taken + sum(self.phases[: max(last - self.block, 0)]))
+
+    def _fitting(self, steps: int) -> int:
+        """Return for how many of the next steps the running sequences have blocks: at least for one."""
+        self._count_blocks()
+        free = int(max(self.capacity - self.held - self.used, 0.0)) // self.block
+        cycles, free = divmod(free, self.running)
+        found = cycles * self.block + 1
+        if self.block > 1:
+            while found < steps and free >= (taken := self.phases[(self.step + found) % self.block]):
+                found, free = found + 1, free - taken
+        return min(found, steps)
+
+    def _count_blocks(self) -> None:
+        """Count whole blocks from now on, if they are larger than a token."""
+        self.is_tight = False
+        if self.block == self.lane.block:
+            return
+        self.block, lasting = int(self.lane.block), (*self.partial, *self.loading)
+        self.phases, self.used = [0] * self.block, sum(map(self._cached_tokens, lasting))
+        sizes = dict([part for request in (*lasting, *self.order) for part in request.parts])
+        self.used += sum([size for part, size in sizes.items() if self.holders[part]])
+        for request in self.order:
+            if request.ticket:
+                self.phases[self._phase(request)] += 1
+                tokens = request.context + self.step - request.since - self.prefix - request.shared
+                self.used += tokens + -tokens % self.block + self.lane.fixed
+
+    def _has_room(self) -> bool:
+        """Preempt sequences until those that run have slots for their last tokens; return whether none was preempted.
+        Only then an iteration admits requests."""
+        if self.used + self.held <= self.capacity and not self.is_tight:
+            return True
+        self._count_blocks()
+        before = self.preemptions
+        while self.used + self.held > self.capacity and self.running + self.others > 1:
+            self._preempt()
+        return self.preemptions == before
+
+    def _preempt(self) -> None:
+        """Move a sequence to the queue, so that it is computed again (SGLang: `managers/schedule_batch.py`,
+        _get_decode_retraction_order)."""
+        self.price.filled = inf
+        if self.overheads.preempted_last and self.running > 1:
+            running = [each for _, ticket, each in self.heap if each.ticket == ticket]
+            least = min([(each.made - each.since, -each.prompt, -each.ticket) for each in running])
+            request = next(each for each in running if each.ticket == -least[2])
+            self.order = [each for each in self.order if each is not request]
+        else:
+            request = self.order.pop()
+            while not request.ticket:
+                request = self.order.pop()
+        turn = self.turn
+        self._switch(request.group)
+        self._stop(request)
+        request.loaded = self.now  # its tokens in flight are awaited before it is computed again
+        if self.lane.finds and self.block > 1:
+            request.kept = self.capacity - self.held + self.freed
+        if self.overheads.preempted_last:
+            self.queue.append(request)
+        else:
+            self.queue.appendleft(request)
+        self.preemptions, self.is_shut = self.preemptions + 1, False
+        while self.heap and self.heap[0][2].ticket != self.heap[0][1]:
+            heappop(self.heap)
+        self._switch(turn)
+
+    def _switch(self, turn: int) -> None:
+        """Turn to another group of sequences."""
+        if turn == self.turn:
+            return
+        self._store()
+        self.others += self.running
+        group, self.turn = self.groups[turn], turn
+        self.now, self.step, self.running, self.offset = group.now, group.step, group.running, group.offset
+        self.finish, self.heap, self.phases = group.finish, group.heap, group.phases
+        self.joined, self.stalled, self.is_shut = group.joined, group.stalled, group.is_shut
+        self.used += group.grown - self.grown
+        self.grown = group.grown
+        self.others -= group.running
+        group.finish = group.running = 0
+
+    def _store(self) -> None:
+        group = self.groups[self.turn]
+        group.now, group.step, group.running, group.offset = self.now, self.step, self.running, self.offset
+        group.finish, group.heap, group.phases = self.finish, self.heap, self.phases
+        group.joined, group.stalled, group.grown, group.is_shut = self.joined, self.stalled, self.grown, self.is_shut
