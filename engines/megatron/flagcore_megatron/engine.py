@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from flagcore_models.layers import attention_counts
 from flagcore_training.adapters import absent_targets
+from flagcore_training.commands import parse
 from flagcore_training.frameworks import kept_framework
 from flagcore_training.lengths import cut_warnings
 from flagcore_training.reading import FAILURES, compared
@@ -35,7 +36,6 @@ from flagcore_megatron.mixed.planner import values_alone
 from flagcore_megatron.mixed.planner import with_meshes as with_planned_meshes
 from flagcore_megatron.mixed.rules import merges_with_meshes, with_meshes
 from flagcore_megatron.program.unmodelled import unmodelled
-from flagcore_megatron.program.user_command import starts_megatron
 from flagcore_megatron.space import knobs, meshes, options, production
 from flagcore_megatron.space import knobs as knob_rows
 from flagcore_megatron.space import rules as legality
@@ -115,7 +115,8 @@ class MegatronCommands(Commands):
     keeps_scripts = True
 
     def role(self, command: Sequence[str], directory: str) -> str | None:
-        return "" if starts_megatron(command, directory) else None
+        parsed = parse(command, directory)
+        return "" if parsed is not None and parsed.is_megatron else None
 
     def read(self, start: Start, directory: Path, model: str | None) -> tuple[dict[str, Any], Sequence[ImportNote]]:
         from flagcore_megatron.importing.command import spec_of_command  # other commands do not need it

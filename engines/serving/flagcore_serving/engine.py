@@ -350,7 +350,10 @@ class ServingEngine(EngineProfile):
         return schedule.notes() if schedule else ()
 
     def unmodelled(self, task: Task) -> tuple[Unmodelled, ...]:
-        drafts = {f"serve.engine_args.{self.program.draft_flag}"} if self._knows_draft(task.spec) else set[str]()
+        # all candidates that speculate draft with a head, or with another model that is known
+        schemes = {self.program.schemes_of(task.spec).get(each, "") for each in speculations(task.spec, self.program)}
+        unknown = {"", *(["draft_model"] if self.draft(task.spec) is None else [])}
+        drafts = {f"serve.engine_args.{self.program.draft_flag}"} if schemes and not schemes & unknown else set[str]()
         found = tuple(each for each in self.program.unmodelled(task.spec) if each.name not in drafts)
         if task.cluster.groups[0].chip.host_bytes_per_second or not self.program.offloaded_bytes(task.spec):
             return found
@@ -382,11 +385,6 @@ class ServingEngine(EngineProfile):
             return model_from(name, base=Path())
         except SpecError:
             return None
-
-    def _knows_draft(self, spec: Spec) -> bool:
-        """Return whether all candidates that speculate draft with a head, or with another model that is known."""
-        schemes = {self.program.schemes_of(spec).get(each, "") for each in speculations(spec, self.program)}
-        return bool(schemes) and not schemes & {"", *(["draft_model"] if self.draft(spec) is None else [])}
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
         kinds = placement.instance_kinds(task, self.columns_of(task, candidate))

@@ -62,7 +62,9 @@ def published(engine: EngineProfile, task: Task, values: Mapping[str, KnobValue]
     serve, lengths = _as_sent(serve, runs, task.spec.model.name), (serve.loads[0].input_len, serve.loads[0].output_len)
     assumed = _as_in_production(engine, task, parsed)
     if GENERATOR in notes and lengths not in INFERENCEX and not parsed.get(PREFILL_DECODE) and count(parsed, PP) == 1:
-        assumed |= {name: each for name, each in _generated(runs, serve.engine_version).items() if name not in parsed}
+        known = release(serve.engine_version or "") or ()
+        written = {name: each for name, (since, each) in runs.generated.items() if known >= (release(since) or ())}
+        assumed |= {name: each for name, each in written.items() if name not in parsed}
     parsed |= assumed
     noted = frozenset(assumed)
     if UNASKED in notes and (first := task.cluster.groups[0]).cpus_per_node is None:
@@ -76,12 +78,6 @@ def published(engine: EngineProfile, task: Task, values: Mapping[str, KnobValue]
     space |= {name: (parsed[name],) for name in EXCHANGES if parsed.get(name) is not None}
     task = replace(task, spec=replace(task.spec, work=serve, space=space))
     return Published(task, parsed, noted, _assumed(engine, task, parsed, noted))
-
-
-def _generated(runs: PublishedRuns, version: str | None) -> dict[str, KnobValue]:
-    """Return what GENERATOR writes into the commands of a release."""
-    known = release(version or "") or ()
-    return {name: value for name, (since, value) in runs.generated.items() if known >= (release(since) or ())}
 
 
 def _as_sent(serve: ServeSpec, runs: PublishedRuns, model: str) -> ServeSpec:

@@ -168,7 +168,9 @@ def services_of(text: str, document: Any, images: Images, folder: Path) -> Itera
     """Yield the containers of a compose file in `folder` with this text."""
     variables = {**dotenv(folder / ".env"), **os.environ}
     document = _interpolated(document, variables)
-    unset = _unset_names(text, variables)
+    found = (each for each in _COMPOSE_VARIABLE.finditer(re.sub("(?m)#.*", "", text)) if each[3] is None)
+    names = dict.fromkeys(each[2] or each[4] for each in found)
+    unset = tuple(name for name in names if name and name not in variables)
     services = document.get("services") if isinstance(document, Mapping) else None
     for service in services.values() if isinstance(services, Mapping) else ():
         deploy = service.get("deploy") or {}
@@ -223,12 +225,6 @@ def _mounted(start: Start, service: Mapping[str, Any], folder: Path) -> Start:
     pairs = zip(start.words, before, strict=False)
     words = (here.get(word, word) if flag == "--config" else _on_host(word, fixed) for word, flag in pairs)
     return replace(start, words=tuple(words))
-
-
-def _unset_names(text: str, variables: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the variables of a compose file that have no value."""
-    found = (each for each in _COMPOSE_VARIABLE.finditer(re.sub("(?m)#.*", "", text)) if each[3] is None)
-    return tuple(dict.fromkeys(name for each in found if (name := each[2] or each[4]) and name not in variables))
 
 
 def _interpolated(node: Any, variables: Mapping[str, str]) -> Any:

@@ -7,13 +7,7 @@ from typing import Any
 
 import pytest
 from flagcore_testing import fakes
-from flagcore_testing.checks import CHECKS, module, telemetry
-from flagcore_testing.checks.chips import (
-    architectures_are_alike,
-    chip_files_match_chip_names,
-    figures_are_plausible,
-    links_of_one_name_agree,
-)
+from flagcore_testing.checks import CHECKS, chips, module, telemetry
 from flagcore_testing.checks.costs import corrections_are_of_measured_kernels
 from flagcore_testing.checks.engines import entries_apply_somewhere
 from flagcore_testing.checks.packaging import project_is_built_and_named as is_named
@@ -141,7 +135,7 @@ def test_valid_variants_pass(tmp_path: Path, acme: Path) -> None:
         file = folder / name
         file.write_text(file.read_text("utf-8").replace("flagcore-acme", "flagcore-acme-npu"), "utf-8")
     with imported(folder) as plugin:
-        results = [run(check, plugin) for check in (entries_apply_somewhere, architectures_are_alike, is_named)]
+        results = [run(check, plugin) for check in (entries_apply_somewhere, chips.architectures_are_alike, is_named)]
     assert {result.state for result in results} == {"passed"}
 
 
@@ -162,8 +156,8 @@ def test_a_problem_of_a_chip_is_in_its_document_of_the_file_of_a_series(tmp_path
     folder = broken(tmp_path, acme, Fault("", CHIP, "", second, ""))
     lines = (folder / CHIP).read_text().splitlines()
     with imported(folder) as plugin:
-        assert run(chip_files_match_chip_names, plugin).state == "passed"
-        result = run(figures_are_plausible, plugin)
+        assert run(chips.chip_files_match_chip_names, plugin).state == "passed"
+        result = run(chips.figures_are_plausible, plugin)
     assert "A1-Lite: memory_bytes = 80" in result.message
     place = f"{CHIP}:{lines.index(size) + 1}"
     assert place in result.places
@@ -176,7 +170,7 @@ def test_links_of_one_name_agree(tmp_path: Path, acme: Path) -> None:
     (folder / "flagcore_acme/chips/b1.yaml").write_text(chip.replace("%s", "B1"))
     (folder / "flagcore_acme/chips/b2.yaml").write_text(chip.replace("%s", "B2").replace("2.0e+11", "4.0e+11"))
     with imported(folder) as plugin:
-        result = run(links_of_one_name_agree, plugin)
+        result = run(chips.links_of_one_name_agree, plugin)
     assert result.state == "failed"
     assert "B2: link.bytes_per_second = 4e+11" in result.message
 

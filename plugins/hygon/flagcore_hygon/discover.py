@@ -49,13 +49,15 @@ def _cards(found: Mapping[str, object], driver: str) -> Iterator[Row | str]:
         if not name or not total:
             yield f"{key} has no name or no memory: it hangs, or the driver did not start it"
             continue
+        unique = card.get("Unique ID", "")
+        digits = unique.lower().removeprefix("0x")
         yield Row(
             device=Device(
                 index=int(number[1]),
                 chip=name,
                 memory_bytes=int(total),
                 driver=driver,
-                uuid=_uuid(card.get("Unique ID", "")),
+                uuid=f"GPU-{digits}" if re.fullmatch(r"[0-9a-f]{16}", digits) else unique,  # for HIP_VISIBLE_DEVICES
             ),
             reading=reading(
                 used_bytes=_bytes(card, "vram Total Used Memory"),
@@ -64,12 +66,6 @@ def _cards(found: Mapping[str, object], driver: str) -> Iterator[Row | str]:
                 percent=_first(card, "HCU use (%)", "DCU use (%)"),
             ),
         )
-
-
-def _uuid(unique: str) -> str:
-    """Return the UUID of a device in the form that HIP_VISIBLE_DEVICES accepts."""
-    digits = unique.lower().removeprefix("0x")
-    return f"GPU-{digits}" if re.fullmatch(r"[0-9a-f]{16}", digits) else unique
 
 
 def _first(card: Mapping[str, str], *names: str) -> str:

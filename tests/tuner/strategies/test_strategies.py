@@ -15,18 +15,7 @@ from flagcore.domain.features import Observations, PastMeasurements
 from flagcore.domain.prediction import Belief, Predictions
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import PROBE, Trial, TrialState
-from flagcore.tuner.learning import (
-    MAX_EXCESS,
-    MIN_EXCESS,
-    MIN_NOISE,
-    PARTIAL_NOISE,
-    PROBE_NOISE,
-    expected_step_times,
-    expected_times,
-    full_trial_seconds,
-    observed_memory,
-    observed_times,
-)
+from flagcore.tuner import learning
 from flagcore.tuner.strategies import PREDICTED, RANDOM
 from flagcore.tuner.strategies.learned import STRATEGY, believed
 from tests import tasks
@@ -125,9 +114,9 @@ def test_pending_trials_make_similar_candidates_less_attractive() -> None:
         rows.append(chosen.row)
         pending.append(replace(trial_of(chosen.row, 1.0, 9), state=TrialState.RUNNING, measurement=None))
     assert len(set(rows)) == 4
-    sure = expected_times(replace(context, pending=pending), observed_times(context))
+    sure = learning.expected_times(replace(context, pending=pending), learning.observed_times(context))
     assert np.exp(sure.log_ratio) == pytest.approx(real[rows] / KNOWN.step_time_s[rows], rel=0.3)
-    assert len(expected_times(context, observed_times(context))) == 0
+    assert len(learning.expected_times(context, learning.observed_times(context))) == 0
     before, after = (believed(replace(context, pending=some), rows[0]) for some in ((), pending))
     assert spread(after) < spread(before)
 
@@ -144,10 +133,10 @@ def test_probes_count_as_uncertain_trials_until_their_candidate_runs() -> None:
     step, needed = KNOWN.step_time_s, KNOWN.device_used_bytes
     probes = (probed(3, 1.5 * step[3], 0, 2 * needed[3]), probed(4, 1.5 * step[4], 1), probed(5, None, 2))
     seen = replace(search_context(KNOWN, [trial_of(4, 1.2 * step[4], 3)]), probes=probes)
-    times = observed_times(seen)
+    times = learning.observed_times(seen)
     assert np.exp(times.log_ratio).tolist() == pytest.approx([1.2, 1.5])
-    assert times.noise.tolist() == [MIN_NOISE, PROBE_NOISE]
-    memory = observed_memory(seen)
+    assert times.noise.tolist() == [learning.MIN_NOISE, learning.PROBE_NOISE]
+    memory = learning.observed_memory(seen)
     assert np.exp(memory.log_ratio[0]) == pytest.approx(2.0)
     assert len(memory) == 2
     assert memory.log_ratio[1] >= 0.5
@@ -166,16 +155,19 @@ def test_noise_is_the_spread_of_the_run_over_the_root_of_a_trial_s_steps() -> No
     interrupted = replace(
         interrupted, state=TrialState.STOPPED, measurement=replace(given(interrupted.measurement), partial=True)
     )
-    noise = observed_times(search_context(KNOWN, [even, noisy, default, interrupted])).noise
+    noise = learning.observed_times(search_context(KNOWN, [even, noisy, default, interrupted])).noise
     assert noise.tolist() == pytest.approx([0.1 / 2, 0.4 / 2, 0.1 / 2, 0.1 / np.sqrt(2)])
-    assert observed_times(search_context(KNOWN, [even, interrupted])).noise.tolist() == [MIN_NOISE, PARTIAL_NOISE]
+    assert learning.observed_times(search_context(KNOWN, [even, interrupted])).noise.tolist() == [
+        learning.MIN_NOISE,
+        learning.PARTIAL_NOISE,
+    ]
 
 
 @pytest.mark.parametrize(("others", "times"), [(0.0, 4.0), (1.0, 2.0)])
 def test_a_large_ratio_of_a_trial_on_shared_cores_is_not_credible(others: float, times: float) -> None:
     slow = trial_of(0, 5.0 * float(KNOWN.step_time_s[0]), 0)
     measured = replace(given(slow.measurement), telemetry={CORES: 2.0, OTHERS_CORES: others})
-    expected = expected_step_times(search_context(KNOWN, [replace(slow, measurement=measured)]), np.arange(50))
+    expected = learning.expected_step_times(search_context(KNOWN, [replace(slow, measurement=measured)]), np.arange(50))
     assert (np.median(expected / KNOWN.step_time_s[:50]) > times) is not bool(others)
 
 
@@ -211,8 +203,8 @@ def test_an_out_of_memory_trial_without_figures_is_assumed_to_exceed_the_memory_
     bounds = []
     for share in (0.9, 0.01):
         small = replace(KNOWN, capacity_bytes=float(KNOWN.device_used_bytes[row]) / share)
-        bounds.append(observed_memory(search_context(small, [trial_of(row, None, 0)])).log_ratio[0])
-    assert bounds == pytest.approx([MIN_EXCESS - np.log(0.9), MAX_EXCESS])
+        bounds.append(learning.observed_memory(search_context(small, [trial_of(row, None, 0)])).log_ratio[0])
+    assert bounds == pytest.approx([learning.MIN_EXCESS - np.log(0.9), learning.MAX_EXCESS])
 
 
 def test_before_the_first_run_probes_determine_the_fastest_candidate() -> None:
@@ -227,7 +219,7 @@ def test_all_probes_cost_the_same_regardless_of_the_step_time() -> None:
     seen = search_context(KNOWN, [trial_of(0, float(KNOWN.step_time_s[0]), 0)])
     control = replace(seen.task.spec.control, fidelity=PROBE)
     alike = made_up.with_task(seen, replace(seen.task, spec=replace(seen.task.spec, control=control)))
-    costs = [full_trial_seconds(each, np.log(KNOWN.step_time_s)) for each in (seen, alike)]
+    costs = [learning.full_trial_seconds(each, np.log(KNOWN.step_time_s)) for each in (seen, alike)]
     assert np.ptp(costs[0]) > 0
     assert np.ptp(costs[1]) == 0
 
@@ -236,7 +228,7 @@ def test_all_probes_cost_the_same_regardless_of_the_step_time() -> None:
 def test_partial_measurements_of_a_failed_trial_do_not_bound_the_time(state: TrialState) -> None:
     first = trial_of(0, float(KNOWN.step_time_s[0]), 0)
     broken = replace(trial_of(1, 0.1 * float(KNOWN.step_time_s[1]), 1), state=state)
-    assert observed_times(search_context(KNOWN, [first, broken])).log_ratio.tolist() == pytest.approx([0.0])
+    assert learning.observed_times(search_context(KNOWN, [first, broken])).log_ratio.tolist() == pytest.approx([0.0])
 
 
 @pytest.mark.parametrize(

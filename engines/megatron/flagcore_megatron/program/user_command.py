@@ -86,12 +86,6 @@ MASTER_VARIABLES |= {"SLURM_JOB_ID": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "
 """Default environment variables of a traced script, whose values differ between hosts or jobs."""
 
 
-def starts_megatron(command: Sequence[str], directory: str) -> bool:
-    """Return whether a command starts one of Megatron-LM's programs."""
-    parsed = parse(command, directory)
-    return parsed is not None and parsed.is_megatron
-
-
 def user_command(spec: Spec, variables: Mapping[str, str] | None = None) -> UserCommand | None:
     """Return the parts of the command in `train.command`.
 

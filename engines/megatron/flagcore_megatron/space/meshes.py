@@ -164,8 +164,11 @@ def _meshes(texts: tuple[str, ...], names: tuple[str, ...]) -> Meshes:
         [_parse(part, text, names) for part in text.split(REPLICAS if REPLICAS in text else PIPELINE)] for text in texts
     ]
     for text, row in zip(texts, rows, strict=True):
-        if REPLICAS in text:
-            _check_replicas(text, [names[group] for group, _ in row], names)
+        chips = [names[group] for group, _ in row] if REPLICAS in text else []
+        if repeated := next((chip for chip in chips if chips.count(chip) > 1), None):
+            key, problem = f"auto_tuner.space.{MESHES}", f"has {repeated} more than once"
+            fix = f"give each chip one mesh of replicas; chips: {', '.join(names)}"
+            raise SpecError(key=key, value=text, problem=problem, fix=fix)
     longest = max((len(row) for row in rows), default=1)
     groups = np.full((len(rows) + 1, longest), -1, dtype=np.int64)
     codes = {knob: np.ones_like(groups) * (knob in SIZES.values()) for knob in (*OWN, *_OF_REPLICAS.values())}
@@ -176,14 +179,6 @@ def _meshes(texts: tuple[str, ...], names: tuple[str, ...]) -> Meshes:
                 codes[knob][number, place] = value
     lengths = np.where(splits_data, codes[PP][:, 0], np.where(groups >= 0, codes[PP], 0).sum(axis=1))
     return Meshes(texts, groups, codes, lengths, splits_data)
-
-
-def _check_replicas(text: str, chips: Sequence[str], names: Sequence[str]) -> None:
-    """Raise SpecError if a text has several meshes of replicas on a node group. `chips`: the groups of its meshes."""
-    if repeated := next((chip for chip in chips if chips.count(chip) > 1), None):
-        key, problem = f"auto_tuner.space.{MESHES}", f"has {repeated} more than once"
-        fix = f"give each chip one mesh of replicas; chips: {', '.join(names)}"
-        raise SpecError(key=key, value=text, problem=problem, fix=fix)
 
 
 def _parse(part: str, text: str, names: Sequence[str]) -> tuple[int, dict[str, int]]:

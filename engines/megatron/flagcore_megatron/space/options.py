@@ -104,6 +104,7 @@ def options(task: Task) -> Options:
     share, offloads = settings.get("optimizer_offload_fraction", 1.0), "fine_grained_activation_offloading"
     fp8_attention, version = settings.get("fp8_dot_product_attention"), release(task.spec)
     cp_comm, is_emerging = str(settings["cp_comm_type"]), is_emerging_optimizer(settings)
+    narrow_head = settings.get("fp8_output_proj") and precision(train, settings) == "mxfp8"
     fields: dict[str, Any] = {name: bool(settings.get(key)) for name, key in TABLES["switches"].items()}
     # an iteration whose experts have no fixed size is a graph only with fused ones (0.18 `transformer_config.py`)
     fields["fused_experts"] |= graphs(settings) == WHOLE_STEP and not fields["padded_experts"]
@@ -143,7 +144,8 @@ def options(task: Task) -> Options:
         in_place_loss=settings.get("cross_entropy_fusion_impl") == "te" and bool(settings.get(LOSS_FUSION)),
         wide_layers=_wide_layers(settings),
         wide_modules=words(settings.get("modules_in_bf16")),
-        mxfp8_modules=words(settings.get("modules_in_mxfp8")) | _narrow_head(train, settings),
+        # the output head: megatron-core 0.18 `fp8_utils.py`
+        mxfp8_modules=words(settings.get("modules_in_mxfp8")) | frozenset({"head"} if narrow_head else ()),
         frees_mtp_logits=in_versions(FREED_MTP_LOGITS_SINCE, version),
         attention_kernel=precision(train, settings) if fp8_attention else str(settings.get("attention_backend") or ""),
         # hybrid models have no rotary embedding by default (megatron-core `hybrid_model.py`, position_embedding_type)
@@ -164,12 +166,6 @@ def _adam_has_main_params(train: TrainSpec, settings: Settings, version: str | N
     is_narrow = settings.get("main_params_dtype", "fp32") != "fp32"
     others_hold = is_narrow or settings.get("optimizer_cpu_offload") or not in_versions(HELD_SINCE, version)
     return recipe == "delayed" or bool(others_hold)
-
-
-def _narrow_head(train: TrainSpec, settings: Settings) -> frozenset[str]:
-    """Return "head" if the output head runs in MXFP8 (megatron-core 0.18 `fp8_utils.py`)."""
-    is_narrow = settings.get("fp8_output_proj") and precision(train, settings) == "mxfp8"
-    return frozenset({"head"} if is_narrow else ())
 
 
 def _wide_layers(settings: Settings) -> int:

@@ -101,6 +101,8 @@ def rules(task: Task) -> tuple[Rule, ...]:
     sizes = {model.vocab_size, *(mixer.heads for mixer in mixer_counts(model))}
     sizes |= {output.units or output.width for each in divided for output in each.layers}
     shared = math.gcd(*sizes)
+    # programs seldom divide adapters
+    divided_adapters = rule(ADAPTERS_ALONE, lambda c: (c[TP] > 1) | (c[PP] > 1) | (c[AC] == SELECTIVE))
     return (
         rule("world_size", lambda c: c[REPLICATE] * c[SHARD] * c[TP] * c[CP] * c[PP] != devices, devices=devices),
         rule("global_batch_size", lambda c: batch % (c[MBS] * c[REPLICATE] * c[SHARD]) != 0, batch=batch),
@@ -113,7 +115,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
         rule("sharded_replicas", lambda c: (c[REPLICATE] > 1) & (c[SHARD] * c[CP] == 1)),
         rule("all_in_fp32", lambda c: ((c[REDUCE] == 2) | (c[STATES] == 2)) & (precision == "fp32")),
         *_pipeline_rules(task),
-        *([_adapter_rule()] if train.adapter and not lists_others(task.spec) else ()),
+        *([divided_adapters] if train.adapter and not lists_others(task.spec) else ()),
         *(_expert_rules(count) if count else ()),
         *(() if is_plain(model) else (_layer_rule(task),)),
     )
@@ -127,11 +129,6 @@ def lists_others(spec: Spec) -> bool:
         for name, usual in OF_ADAPTERS.items()
         for value in (*given.get(name, ()), (spec.baseline or {}).get(name, usual[0]))
     )
-
-
-def _adapter_rule() -> Rule:
-    """Return the rule of adapters, which programs seldom divide."""
-    return rule(ADAPTERS_ALONE, lambda c: (c[TP] > 1) | (c[PP] > 1) | (c[AC] == SELECTIVE))
 
 
 def _layer_rule(task: Task) -> Rule:
