@@ -141,7 +141,8 @@ def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
     model = without_repeats(serving.model)
     total = other_weights(model) / settings.tensor * serving.bytes_of(ATTENTION)
     for product, number in product_counts(model).items():
-        total = total + number * serving.bytes_of(product.group) * weights_on_rank(product, settings)
+        padded = _padding(serving) if product.group == EXPERTS else 1.0
+        total = total + padded * number * serving.bytes_of(product.group) * weights_on_rank(product, settings)
     total = total + 2.0 * connections(model) * model.residual_weights
     stage_share = np.ceil(model.num_layers / settings.pipeline) / model.num_layers
     return total * stage_share / settings.cores + table_bytes(serving, settings)
@@ -157,7 +158,15 @@ def expert_bytes(serving: Serving, settings: Settings) -> FloatArray:
     """Return the bytes of the routed experts of one layer on a rank."""
     products = serving.experts.routed(serving.model.hidden_size) if serving.experts else ()
     none = np.zeros(settings.tensor.shape)
-    return sum((weights_on_rank(each, settings) for each in products), none) * serving.bytes_of(EXPERTS)
+    weights = sum((weights_on_rank(each, settings) for each in products), none)
+    return weights * serving.bytes_of(EXPERTS) * _padding(serving)
+
+
+def _padding(serving: Serving) -> float:
+    """Return the size of experts with padded rows by that of their weights."""
+    hidden, multiple = serving.model.hidden_size, serving.overheads.pads_mxfp4
+    is_stored = dict(serving.model.unread).get("quantization_config.quant_method") == "mxfp4"
+    return -(-hidden // multiple) * multiple / hidden if is_stored and serving.bytes_of(EXPERTS) < 1.0 else 1.0
 
 
 def _on_host(serving: Serving, settings: Settings) -> FloatArray:
