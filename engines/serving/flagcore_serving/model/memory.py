@@ -31,6 +31,7 @@ class ServingMemory:
     """Memory of one device in bytes, by candidate.
 
     - `weights`: without `adapters`, the slots for them.
+    - `states`: those of mixers, if they are set aside.
     - `cache`: size of the KV cache, negative if the budget is too small.
     - `token`: bytes per cached token, averaged over a request of mean length.
     - `longest_token`: bytes per cached token, averaged over the longest request.
@@ -45,6 +46,7 @@ class ServingMemory:
     adapters: FloatArray
     activations: FloatArray
     graphs: FloatArray
+    states: FloatArray
     cache: FloatArray
     token: FloatArray
     longest_token: FloatArray
@@ -106,6 +108,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     longest_token = np.where(aside, longest_token - state / np.maximum(longest, 1.0), longest_token)
     slots = np.where(aside, settings.state_share, 1.0) * cache / np.where(aside, state, 1.0)
     sequences = np.where(aside, np.maximum(np.floor(slots / settings.state_slots), 0.0), np.inf)
+    states = np.where(aside, settings.state_share * np.maximum(cache, 0.0), 0.0)
     cache = np.where(aside, (1.0 - settings.state_share) * cache, cache)
     block = np.where(settings.block_bytes > 0.0, settings.block_bytes, 1.0)
     whole = np.where(settings.block_bytes > 0.0, np.floor(cache / block) * block, cache) * settings.data
@@ -121,6 +124,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
         adapters=adapters,
         activations=activations,
         graphs=graphs,
+        states=states,
         cache=cache,
         token=token,
         longest_token=longest_token,
