@@ -60,18 +60,16 @@ def _cache_bytes(task: Task, get: Columns, prefill: IntArray, batch: IntArray) -
     model = task.spec.model
     free = Hardware.of(task).memory_bytes - weight_bytes(task) / (get[TP] * get[DP])
     buffers = np.where(get[BACKEND] == PYTORCH, 2.0 * (prefill + 2 * batch) * model.vocab_size, 0.0)
-    states = batch / get[DP].clip(1) * _states(model)[0] / get[TP].clip(1)
+    states = batch / get[DP].clip(1) * _states(model, element_bytes=2) / get[TP].clip(1)
     cache = states + knobs.shares(get[CACHE], DEFAULT_CACHE) * np.maximum(free - buffers - states, 0.0)
     return cache, states / np.maximum(cache, 1.0)
 
 
-def _states(model: Model) -> tuple[float, float]:
-    """Return the bytes of the states of a sequence in 16 bits, and in the format of the model."""
-    found = [(number, each) for each, number in mixer_counts(model).items() if each.recurrent]
-    narrow = [replace(each, element_bytes=2) if isinstance(each, GatedDeltaNet) else each for _, each in found]
-    pairs = zip(found, narrow, strict=True)
-    sizes = [(number * small.state_bytes, number * each.state_bytes) for (number, each), small in pairs]
-    return sum(small for small, _ in sizes), sum(own for _, own in sizes)
+def _states(model: Model, **stored: int) -> float:
+    """Return the bytes of the states of a sequence. `stored`: fields of gated delta rules that differ."""
+    found = ((each, number) for each, number in mixer_counts(model).items() if each.recurrent)
+    own = ((replace(each, **stored) if isinstance(each, GatedDeltaNet) else each, number) for each, number in found)
+    return sum(number * each.state_bytes for each, number in own)
 
 
 def _splits_experts_unevenly(c: Columns, experts: int) -> BoolArray:
@@ -97,7 +95,7 @@ class Lmdeploy(ServingEngine):
         prefill = PROGRAM.values(values, PREFILL)
         batch = or_default(values[BATCH], _default_batch(task))
         cache, states = _cache_bytes(task, values, prefill, batch)
-        narrow, own = _states(task.spec.model)
+        own = _states(task.spec.model) or 1.0
         return Settings.of(
             task,
             values,
@@ -109,7 +107,7 @@ class Lmdeploy(ServingEngine):
             graph_tokens=np.where(pytorch & (values[EAGER] == 0), GRAPH_TOKENS, 0),
             cache_bytes=cache,
             state_share=states,
-            state_slots=np.full(batch.shape, narrow / own if own else 1.0),
+            state_slots=np.full(batch.shape, _states(task.spec.model, element_bytes=2) / own),
         )
 
     def server(self, task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
