@@ -6,8 +6,11 @@ Sources: lmdeploy 0.18.0 `cli/serve.py`, `cli/utils.py` (block sizes, powers of 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
+from flagcore_models.layers import mixer_counts
+from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.launch.server import Instance, address
 from flagcore_serving.space import knobs
@@ -19,6 +22,7 @@ from flagcore_serving.space.settings import GRAPH_TOKENS, Settings
 from flagcore_serving.space.weights import weight_bytes
 
 from flagcore.domain.launch import PORT
+from flagcore.domain.model import Model
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, KnobValue, Rule
 from flagcore.domain.spec import Task
 from flagcore.i18n import N_
@@ -46,14 +50,26 @@ def _default_batch(task: Task) -> int:
     return next((batch for name, batch in BATCHES.items() if name in chip.name.lower()), OTHER_BATCH)
 
 
-def _cache_bytes(task: Task, get: Columns, buffer_tokens: IntArray) -> FloatArray:
-    """Return the bytes of one device's cache.
+def _cache_bytes(task: Task, get: Columns, prefill: IntArray, batch: IntArray) -> tuple[FloatArray, FloatArray]:
+    """Return the bytes of one device's cache with states, and the share of states.
 
-    The cache gets a share of the memory that weights and, with the PyTorch engine, logit buffers leave free.
+    States are set aside for the whole batch (0.12 `models/llama/SequenceManager.cc`, `pytorch/engine/executor`), in 16
+    bits (`LMDEPLOY_FP32_MAMBA_SSM_DTYPE`). The cache gets a share of the memory that they, weights and, with the
+    PyTorch engine, logit buffers leave free.
     """
+    model = task.spec.model
     free = Hardware.of(task).memory_bytes - weight_bytes(task) / (get[TP] * get[DP])
-    buffers = np.where(get[BACKEND] == PYTORCH, 2.0 * buffer_tokens * task.spec.model.vocab_size, 0.0)
-    return knobs.shares(get[CACHE], DEFAULT_CACHE) * np.maximum(free - buffers, 0.0)
+    buffers = np.where(get[BACKEND] == PYTORCH, 2.0 * (prefill + 2 * batch) * model.vocab_size, 0.0)
+    states = batch / get[DP].clip(1) * _states(model, element_bytes=2) / get[TP].clip(1)
+    cache = states + knobs.shares(get[CACHE], DEFAULT_CACHE) * np.maximum(free - buffers - states, 0.0)
+    return cache, states / np.maximum(cache, 1.0)
+
+
+def _states(model: Model, **stored: int) -> float:
+    """Return the bytes of the states of a sequence. `stored`: fields of gated delta rules that differ."""
+    found = ((each, number) for each, number in mixer_counts(model).items() if each.recurrent)
+    own = ((replace(each, **stored) if isinstance(each, GatedDeltaNet) else each, number) for each, number in found)
+    return sum(number * each.state_bytes for each, number in own)
 
 
 def _splits_experts_unevenly(c: Columns, experts: int) -> BoolArray:
@@ -78,6 +94,8 @@ class Lmdeploy(ServingEngine):
         pytorch = values[BACKEND] == PYTORCH
         prefill = PROGRAM.values(values, PREFILL)
         batch = or_default(values[BATCH], _default_batch(task))
+        cache, states = _cache_bytes(task, values, prefill, batch)
+        own = _states(task.spec.model) or 1.0
         return Settings.of(
             task,
             values,
@@ -87,7 +105,9 @@ class Lmdeploy(ServingEngine):
             pass_tokens=np.where(pytorch, prefill, np.minimum(or_default(values[PER_ITERATION], 1 << 40), prefill)),
             block_size=PROGRAM.values(values, BLOCK),
             graph_tokens=np.where(pytorch & (values[EAGER] == 0), GRAPH_TOKENS, 0),
-            cache_bytes=_cache_bytes(task, values, prefill + 2 * batch),
+            cache_bytes=cache,
+            state_share=states,
+            state_slots=np.full(batch.shape, _states(task.spec.model, element_bytes=2) / own),
         )
 
     def server(self, task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_lmdeploy.engine import ENGINE
+from flagcore_models.catalogue import public_model
 from flagcore_serving.load.result import GENERATE
 from flagcore_serving.load.stream import Stream
 from flagcore_serving.load.traffic import body
@@ -30,6 +31,17 @@ def test_the_cache_is_a_share_of_the_memory_without_weights() -> None:
     buffers = 2.0 * (8192 + 2 * 128) * task.spec.model.vocab_size
     assert settings(task, backend="pytorch").cache_bytes == pytest.approx(0.8 * (free - buffers))
     assert settings(task, kv_cache_type="int4").cache_element_bytes == 0.5
+
+
+def test_states_are_set_aside_for_the_whole_batch() -> None:
+    """LMDeploy issue 4558: Qwen3.6-27B-AWQ leaves one V100 no memory for 128 sequences and a cache."""
+    task = cards(memory=32 * 2**30, model=public_model("Qwen/Qwen3.6-27B"), precision="int4")
+    states = 48 * (2 * 48 * 128 * 128 + 2 * 3 * 10240)
+    free = 32 * 2**30 - weight_bytes(task)
+    for batch in (16, 128):
+        found = settings(task, max_batch_size=batch)
+        assert found.state_share * found.cache_bytes == pytest.approx(batch * states)
+        assert found.cache_bytes == pytest.approx(batch * states + 0.8 * max(free - batch * states, 0.0))
 
 
 @pytest.mark.parametrize(

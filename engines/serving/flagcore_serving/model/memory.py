@@ -31,6 +31,7 @@ class ServingMemory:
     """Memory of one device in bytes, by candidate.
 
     - `weights`: without `adapters`, the slots for them.
+    - `states`: those of mixers, if they are set aside.
     - `cache`: size of the KV cache, negative if the budget is too small.
     - `token`: bytes per cached token, averaged over a request of mean length.
     - `longest_token`: bytes per cached token, averaged over the longest request.
@@ -45,6 +46,7 @@ class ServingMemory:
     adapters: FloatArray
     activations: FloatArray
     graphs: FloatArray
+    states: FloatArray
     cache: FloatArray
     token: FloatArray
     longest_token: FloatArray
@@ -106,6 +108,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     longest_token = np.where(aside, longest_token - state / np.maximum(longest, 1.0), longest_token)
     slots = np.where(aside, settings.state_share, 1.0) * cache / np.where(aside, state, 1.0)
     sequences = np.where(aside, np.maximum(np.floor(slots / settings.state_slots), 0.0), np.inf)
+    states = np.where(aside, settings.state_share * np.maximum(cache, 0.0), 0.0)
     cache = np.where(aside, (1.0 - settings.state_share) * cache, cache)
     block = np.where(settings.block_bytes > 0.0, settings.block_bytes, 1.0)
     whole = np.where(settings.block_bytes > 0.0, np.floor(cache / block) * block, cache) * settings.data
@@ -121,6 +124,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
         adapters=adapters,
         activations=activations,
         graphs=graphs,
+        states=states,
         cache=cache,
         token=token,
         longest_token=longest_token,
@@ -141,7 +145,8 @@ def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
     model = without_repeats(serving.model)
     total = other_weights(model) / settings.tensor * serving.bytes_of(ATTENTION)
     for product, number in product_counts(model).items():
-        total = total + number * serving.bytes_of(product.group) * weights_on_rank(product, settings)
+        padded = _padding(serving) if product.group == EXPERTS else 1.0
+        total = total + padded * number * serving.bytes_of(product.group) * weights_on_rank(product, settings)
     total = total + 2.0 * connections(model) * model.residual_weights
     stage_share = np.ceil(model.num_layers / settings.pipeline) / model.num_layers
     return total * stage_share / settings.cores + table_bytes(serving, settings)
@@ -157,7 +162,15 @@ def expert_bytes(serving: Serving, settings: Settings) -> FloatArray:
     """Return the bytes of the routed experts of one layer on a rank."""
     products = serving.experts.routed(serving.model.hidden_size) if serving.experts else ()
     none = np.zeros(settings.tensor.shape)
-    return sum((weights_on_rank(each, settings) for each in products), none) * serving.bytes_of(EXPERTS)
+    weights = sum((weights_on_rank(each, settings) for each in products), none)
+    return weights * serving.bytes_of(EXPERTS) * _padding(serving)
+
+
+def _padding(serving: Serving) -> float:
+    """Return the size of experts with padded rows by that of their weights."""
+    hidden, multiple = serving.model.hidden_size, serving.overheads.pads_mxfp4
+    is_stored = dict(serving.model.unread).get("quantization_config.quant_method") == "mxfp4"
+    return -(-hidden // multiple) * multiple / hidden if is_stored and serving.bytes_of(EXPERTS) < 1.0 else 1.0
 
 
 def _on_host(serving: Serving, settings: Settings) -> FloatArray:

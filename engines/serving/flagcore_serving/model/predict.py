@@ -295,7 +295,7 @@ def _predictions(
     low_s = np.maximum(time * low / width_factor, np.minimum(time, 1.0 / _offered(context, figures, objective)))
     capacity = costs.memory.capacity_bytes()
     static_bytes = memory.weights + memory.adapters
-    engine_bytes = static_bytes + memory.activations + memory.graphs
+    engine_bytes = static_bytes + memory.activations + memory.graphs + memory.states
     request_bytes = np.maximum(settings.context_len * memory.longest_token, settings.least_cache)
     least = max(load.longest for load in context.loads) * memory.longest_token
     least = np.minimum(request_bytes, np.maximum(memory.cache, least))
@@ -321,7 +321,7 @@ def _predictions(
         high_s=time * high * width_factor,
         time_s={},
         static_bytes=(static_bytes + cache)[fullest_rows],
-        activation_bytes=(memory.activations + memory.graphs)[fullest_rows],
+        activation_bytes=(memory.activations + memory.graphs + memory.states)[fullest_rows],
         peak_allocated_bytes=needed_bytes[fullest_rows],
         reserved_bytes=reserved_bytes[fullest_rows],
         device_used_bytes=used_bytes[fullest_rows],
