@@ -45,6 +45,7 @@ class Sequences:
     - `grown`: tokens of blocks that the next step needs; with pipeline stages, those of the group whose turn it is.
       `resting`: those of sequences that were not in the last iteration, so that the engine has not taken them yet.
     - `ending`: times at which requests ended, and their cached tokens (`held`), which are still taken.
+    - `is_shut`: whether nobody is admitted until a sequence ends: one was refused, and the engine reserves answers.
     - `joined`: sequences that joined while others waited for prompts, and since when.
 
     With pipeline stages, which become `free` at times, `step`, `running`, `offset`, `finish`, `heap`, `phases`,
@@ -53,36 +54,11 @@ class Sequences:
     """
 
     __slots__ = (
-        *(
-            "price",
-            "lane",
-            "overheads",
-            "prefix",
-            "capacity",
-            "beside",
-            "block",
-            "is_tight",
-            "is_shut",
-            "phases",
-            "receive",
-        ),
+        *("price", "lane", "overheads", "prefix", "capacity", "beside", "block", "is_tight", "is_shut", "phases"),
         *("reserve", "holders", "used_adapters", "in_slots", "queue", "partial", "loading", "heap", "order", "ending"),
         *("lag", "gain", "made", "now", "known", "held", "stalled", "used", "freed", "link", "promised", "joined"),
-        *(
-            "step",
-            "running",
-            "offset",
-            "finish",
-            "tickets",
-            "turn",
-            "others",
-            "grown",
-            "resting",
-            "free",
-            "groups",
-            "calls",
-        ),
-        *("idle_s", "steady", "growth", "marks", "periods", "members", "preemptions"),
+        *("step", "running", "offset", "finish", "tickets", "turn", "others", "grown", "resting", "free", "groups"),
+        *("idle_s", "steady", "growth", "marks", "periods", "members", "preemptions", "calls", "receive"),
     )
 
     def __init__(self, price: Price) -> None:

@@ -233,13 +233,16 @@ def test_an_engine_that_reserves_output_tokens_never_preempts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("over", "preempted", "last"),
-    [({}, 0, 2), ({"reserved": 50.0}, 1, 2), ({"reserved": 50.0, "preempted_last": True}, 1, 1)],
+    ("over", "prompt", "preempted", "last"),
+    [
+        *[({}, 150, 0, 2), ({"reserved": 50.0}, 150, 1, 2)],
+        *[({"reserved": 50.0, "preempted_last": True}, prompt, 1, last) for prompt, last in ((150, 1), (100, 2))],
+    ],
 )
 def test_a_part_of_long_answers_is_reserved_and_the_shortest_sequence_is_preempted(
-    over: dict[str, Any], preempted: int, last: int
+    over: dict[str, Any], prompt: int, preempted: int, last: int
 ) -> None:
-    lane, lengths = replace(LANE, cache_tokens=700.0, block=1.0), [(100, 200), (150, 200), (100, 200)]
+    lane, lengths = replace(LANE, cache_tokens=700.0, block=1.0), [(100, 200), (prompt, 200), (100, 200)]
     run = Simulation(price_of(lane, reserve=1.0, **over), lengths, [0.0] * 3, 3).run()
     assert (run.preemptions, int(np.argmax([each.end for each in run.requests]))) == (preempted, last)
 
