@@ -16,7 +16,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PACKAGE = "flagcore_serving"
-MODULES = ("disaggregated", "price", "request", "request_times", "simulation")
+MODULES = ("disaggregated", "price", "request", "request_times", "simulation", "tiers")
 """The modules of `flagcore_serving.model` that run for each simulated request."""
 VARIABLE = "FLAGCORE_COMPILE"
 PROGRAM = """
