@@ -191,9 +191,10 @@ def _once(
 
     `known`: the results of earlier calls, which are added to.
     """
-    keys = [tuple((name, value) for name, value in values.items() if needed(name)) for values in candidates]
+    names = tuple(filter(needed, candidates[0]))
+    keys: list[tuple[Any, ...]] = [(names, *map(values.__getitem__, names)) for values in candidates]
     if new := [key for key in dict.fromkeys(keys) if key not in known]:
-        known.update(zip(new, run([dict(key) for key in new]), strict=True))
+        known.update(zip(new, run([dict(zip(names, key[1:], strict=True)) for key in new]), strict=True))
     return [known[key] for key in keys]
 
 

@@ -11,8 +11,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import accumulate, takewhile
+from functools import lru_cache, reduce
+from itertools import accumulate, pairwise, takewhile
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -192,11 +193,9 @@ class SimulatedLoad:
             ahead = within[-1] if price.overheads.own_order and number else None
             key = (lanes, lane.page, *(reaches[: number + 1] if ahead is not None else (reach,)))
             if key not in self.hits:
-                prompts, answers = [self.parts[row] for row in rows], self.output_len[rows].tolist()
+                parts, answers = [self.parts[row] for row in rows], self.output_len[rows].tolist()
                 answers, page = answers if ahead is None else [], int(lane.page)
-                self.hits[key] = cached_tokens(
-                    prompts, reach, answers, whole=lane.whole_prompts, page=page, ahead=ahead
-                )
+                self.hits[key] = cached_tokens(parts, reach, answers, whole=lane.whole_prompts, page=page, ahead=ahead)
             within.append(self.hits[key] // lane.page * lane.page)
         found = np.diff(np.array(within), axis=0) if len(within) > 1 else np.array(within)
         if not self.load.warmup:
@@ -230,14 +229,14 @@ class SimulatedLoad:
         if the cache may be full."""
         if not (self.parts and lane.retained) or lane.whole_prompts or lane.cache_tokens >= UNLIMITED_TOKENS:
             return []
-        counts = Counter(name for row in rows for name, _ in self.parts[row])
+        counts, page = Counter(name for row in rows for name, _ in self.parts[row]), int(lane.page)
         numbers = {name: number for number, name in enumerate(counts)}
         found = list[list[tuple[int, int]]]()
         for row in rows:
             shared = list(takewhile(lambda part: counts[part[0]] > 1, self.parts[row]))
-            ends = [0, *accumulate([size for _, size in shared])]
-            whole = np.diff(np.array(ends) // int(lane.page) * int(lane.page)).tolist()
-            found.append([(numbers[name], size) for (name, _), size in zip(shared, whole, strict=True)])
+            ends = [end // page * page for end in accumulate((size for _, size in shared), initial=0)]
+            sizes = zip(shared, pairwise(ends), strict=True)
+            found.append([(numbers[name], end - start) for (name, _), (start, end) in sizes])
         return found
 
     def _adapters(self, price: Price, rows: IntArray) -> list[int]:
@@ -245,8 +244,7 @@ class SimulatedLoad:
         if self.adapters is None or not price.lane.adapters:
             return []
         used = self.adapters[rows]
-        slots: IntArray = np.where(used < 0, self.load.adapters, used) if price.overheads.base_takes_slot else used
-        return list(slots)
+        return list(np.where(used < 0, self.load.adapters, used) if price.overheads.base_takes_slot else used)
 
     @staticmethod
     def _loads(price: Price, hits: FloatArray) -> FloatArray:
@@ -419,13 +417,14 @@ def _share(lengths: IntArray, lanes: int) -> IntArray:
     `lengths`: a row of answers and a row of prompts.
     """
     relative = lengths / np.maximum(lengths.mean(axis=1, keepdims=True), 1e-12)
-    order, missing, chosen = np.argsort(lengths[0], kind="stable")[::-1], np.zeros((2, 1)), list[int]()
-    for start in range(0, order.size, lanes):
+    order, chosen = np.argsort(lengths[0], kind="stable")[::-1].tolist(), list[int]()
+    (answers, prompts), answer, prompt = relative.tolist(), 0.0, 0.0
+    for start in range(0, len(order), lanes):
         group = order[start : start + lanes]
-        missing = missing + relative[:, group].mean(axis=1, keepdims=True)
-        best = np.abs(missing - relative[:, group]).sum(axis=0).argmin()
-        missing = missing - relative[:, group[best], None]
-        chosen.append(int(group[best]))
+        answer += reduce(add, (answers[row] for row in group)) / len(group)
+        prompt += reduce(add, (prompts[row] for row in group)) / len(group)
+        chosen.append(min(group, key=lambda row: abs(answer - answers[row]) + abs(prompt - prompts[row])))
+        answer, prompt = answer - answers[chosen[-1]], prompt - prompts[chosen[-1]]
     return np.sort(chosen)
 
 
