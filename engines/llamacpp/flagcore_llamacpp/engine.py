@@ -14,8 +14,9 @@ import numpy as np
 from flagcore_importers import programs
 from flagcore_importers.programs import strip_dashes
 from flagcore_models.gguf import context_length
-from flagcore_models.layers import layers_of, mixer_counts
+from flagcore_models.layers import latent_layers, layers_of, mixer_counts
 from flagcore_models.mixers.attention import Attention
+from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_models.networks.experts import Experts
 from flagcore_models.public import GGUF_BITS, find_public
 from flagcore_serving.engine import ServingEngine
@@ -376,7 +377,16 @@ class LlamaCpp(ServingEngine):
         """Return llama.cpp's legality rules for candidates."""
         check_images(task, "mmproj")
         hardware, total = Hardware.of(task), total_context(task)
+        mixers, row = mixer_counts(task.spec.model), PROGRAM.code(SPLIT, "row")
+        whole = any(each.recurrent and not isinstance(each, GatedDeltaNet) for each in mixers)
+        whole = whole or latent_layers(task.spec.model) > 0  # `src/llama-arch.cpp`: llm_arch_supports_sm_tensor
         return (
+            rule(
+                "split_tensors",
+                (TP, SPLIT),
+                N_("llama.cpp does not split the tensors of this architecture: use {PP}"),
+                lambda c: (c[TP] > 1) & (c[SPLIT] != row) & whole,
+            ),
             *split_rules(task, attention_and_experts=False),
             *forbidden(task, PROGRAM),
             rule(

@@ -235,6 +235,9 @@ def test_how_experts_on_the_host_are_set(arguments: Any, code: int, words: tuple
     assert merged(ENGINE, on_cores, n_cpu_moe=chosen)["n_cpu_moe"] == 0, "cores compute all experts"
     assert words[0] in server(task, n_cpu_moe=code).argv
     assert broken(ENGINE, serving("llamacpp"), n_cpu_moe=chosen) == ["host_experts"]
+    latent = serving("llamacpp", model=serving_inputs.LATENT)
+    assert broken(ENGINE, latent, tensor_model_parallel_size=2) == ["split_tensors"]
+    assert not broken(ENGINE, latent, tensor_model_parallel_size=2, split_mode="row")
 
 
 pytest.importorskip("xllamacpp", reason="pip install 'flagcore[llamacpp]' for a real server")
