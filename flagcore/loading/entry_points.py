@@ -122,16 +122,16 @@ def origins(points: Iterable[EntryPoint]) -> str:
 @lru_cache(maxsize=256)
 def _incompatible(distribution: Distribution) -> str | None:
     """Return why `distribution` does not support this release of flagcore, or None. Reads its `Requires-Dist`."""
-    for found in filter(None, map(_REQUIREMENT.fullmatch, distribution.requires or ())):
-        from packaging.specifiers import SpecifierSet  # late, because packaging is slow
-
+    requirements = map(_REQUIREMENT.fullmatch, distribution.requires or ())
+    for found in (each for each in requirements if each and each["versions"] != _USUAL):  # packaging is slow
         if found["marker"] and not import_module("packaging.markers").Marker(found["marker"]).evaluate({"extra": ""}):
             continue
-        if not SpecifierSet(found["versions"] or "").contains(__version__, True):
+        if not import_module("packaging.specifiers").SpecifierSet(found["versions"] or "").contains(__version__, True):
             return f"needs {found[0]}, but this is flagcore {__version__}; install a version for this release"
     return None
 
 
+_USUAL = re.sub(r"^(\d+)\.(\d+)\.\d+$", lambda own: f"<{own[1]}.{int(own[2]) + 1},>={own[1]}.{own[2]}", __version__)
 _REQUIREMENT = re.compile(r"(?i)flagcore *(\[[^]]*\])? *\(?(?P<versions>[<>=!~][^;)]*)?\)? *(; *(?P<marker>.+))?")
 
 

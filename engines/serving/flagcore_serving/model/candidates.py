@@ -294,7 +294,8 @@ def _highest(
     A search for the highest rate starts where the last one suggests, and tries powers of RESOLUTION, so that candidates
     share requests. A candidate that is expected FAR below the best and has the layout of an earlier one is first tried
     at this rate. If the spec asks only for the best, each is tried at the best rate. One that does not serve it gets a
-    bound, so that the closed form alone excludes none.
+    bound, so that the closed form alone excludes none. If most requests that are alone on a server exceed a limit, a
+    search starts with the lowest rate, because probably none is within the limit.
     `kinds`: as in `_load_figures`. `expected`: the candidate's rate in closed form. `found`: by layout, and by None for
     all of them, this rate and the metrics of the last candidate; this function updates it.
     """
@@ -305,10 +306,7 @@ def _highest(
     before, figures = max(known, key=lambda each: each[1][HIGHEST_LOAD] / each[0])
     best, least = max((each[HIGHEST_LOAD] for _, each in found.values()), default=0.0), 0.0
 
-    def scaled(ratio: float) -> dict[str, float]:
-        return {name: ratio * figures[name] for name in (*RATES, HIGHEST_LOAD) if name in figures}
-
-    start = scaled(expected / before)[HIGHEST_LOAD]
+    start = expected / before * figures[HIGHEST_LOAD]
 
     def load_at(value: float) -> float:
         return value if is_concurrency else float(RESOLUTION ** round(math.log(value, RESOLUTION)))
@@ -322,17 +320,19 @@ def _highest(
     tried = best if context.serve.only_best else FAR * best if layout in found else 0.0
     if tried and (context.serve.only_best or start < tried):
         if predict(tried) is not Verdict.MET:
-            return {**figures, **scaled(min(start, tried / RESOLUTION) / figures[HIGHEST_LOAD])}
+            ratio = min(start, tried / RESOLUTION) / figures[HIGHEST_LOAD]
+            return {name: ratio * each if name in (*RATES, HIGHEST_LOAD) else each for name, each in figures.items()}
         start = max(start, tried)
     start, minimum, growth = start or expected, MIN_RATE, RESOLUTION
     if is_concurrency:
         start, minimum, growth = FIRST_LOAD, 1.0, GROWTH
+    elif load.load.least_s and not load.load.trace and load.turn is None:
+        alone = _load_figures(context, load.alone(max(count for _, count in kinds)), kinds)
+        if any(alone.get(f"{name.partition('.')[0]}.p50", 0.0) > limit for name, limit in slo.items()):
+            start = minimum
 
-    def search(start: float) -> float | None:
-        most = float(maximum or 1)
-        return highest_load(predict, start, minimum=minimum, maximum=most, is_integer=is_concurrency, growth=growth)
-
-    highest = search(start)
+    search = partial(highest_load, predict, minimum=minimum, maximum=float(maximum or 1), growth=growth)
+    highest = search(start, is_integer=is_concurrency)
     if highest and not is_concurrency and load.load.least_s and not load.load.trace:
         value = load_at(highest)
         waves = WAVES_IN_FLIGHT * value * points[value]["e2e_s.mean"]

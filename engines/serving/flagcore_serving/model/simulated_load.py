@@ -64,10 +64,9 @@ MAX_SEARCHED = 1000
 SEARCHED, MOST_SEARCHED = 2000, 4000
 """Least and most simulated requests of another load in such a search, if their number grows with the rate.
 
-In a shorter load, the queue of a server near its limit does not build up: with 500 of 10 requests per second, a p99 of
-TPOT was two thirds of that with 2,000 or 8,000. Servers share the requests: the rate of four was 103 per second with
-8,000, 108 with 4,000 and 114 with 2,000; that of eight 214, 236 and 301. So a rate that is found is searched again
-if they are fewer than WAVES_IN_FLIGHT times those in flight, with up to MOST_SUSTAINED."""
+In a shorter load, the queue of a server near its limit does not build up (benchmarks/LOG.md). Servers share the
+requests, so a rate that is found is searched again if they are fewer than WAVES_IN_FLIGHT times those in flight, with
+up to MOST_SUSTAINED."""
 
 MOST_SUSTAINED = 32000
 """Most simulated requests of a load whose rate must be sustained. A choice."""
@@ -284,6 +283,11 @@ class SimulatedLoad:
             load = replace(load, least_s=0.0, num_prompts=min(load.num_prompts or 0, MAX_SEARCHED))
             return _drawn(load, self.vision, prefix_aware=self.prefix_aware)
         return replace(self, load=load, arrivals=self.arrivals * (self.load.request_rate / value))
+
+    def alone(self, lanes: int) -> SimulatedLoad:
+        """Return an open loop of 64 requests for each lane, so rare that each of them finds an idle lane."""
+        load = replace(self.load, num_prompts=64 * lanes, request_rate=1e-4, least_s=0.0, warmup=1)
+        return _drawn(load, self.vision, prefix_aware=self.prefix_aware)
 
     def _searched(self, load: Load, value: float, least: float) -> SimulatedLoad:
         """Return the load at a rate that a search tries. Its number of requests is a power of two times SEARCHED, so

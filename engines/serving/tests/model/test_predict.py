@@ -202,6 +202,9 @@ def test_instances_keep_up_with_the_highest_rate() -> None:
     for_long = predicted(task(replace(load, request_rate=rate, num_prompts=20000, least_s=0.0), slo=slo), **kinds)
     assert figure(for_long, "requests_per_s")[0] > 0.96 * rate
     assert figure(for_long, "ttft_s.p99")[0] < 1.0
+    candidates._known.clear()
+    predicted(task(load, slo={"ttft_s.p99": 1e-6}, highest="request_rate"), **kinds)
+    assert sum(map(len, candidates._known.values())) == 3  # alone, and at the lowest rate: no search
 
 
 def test_the_highest_rates_of_candidates_do_not_depend_on_each_other() -> None:
@@ -210,9 +213,8 @@ def test_the_highest_rates_of_candidates_do_not_depend_on_each_other() -> None:
     arguments = {"tensor": [8, 4, 1, 1], "instances": [1, 2, 8, 1], "max_running": [256, 256, 64, 64]}
     together = figure(predicted(searched, **arguments), "highest_load")
     for row in range(4):
-        alone = figure(
-            predicted(searched, **{name: [values[row]] for name, values in arguments.items()}), "highest_load"
-        )
+        one = {name: [values[row]] for name, values in arguments.items()}
+        alone = figure(predicted(searched, **one), "highest_load")
         assert together[row] == pytest.approx(alone[0], rel=0.06)
 
 
@@ -252,10 +254,8 @@ def test_a_search_for_the_best_alone_finds_the_best_with_fewer_simulations(monke
 def test_a_closed_form_that_is_far_too_low_hides_no_best_candidate(
     monkeypatch: pytest.MonkeyPatch, only_best: bool
 ) -> None:
-    load, closed_form = (
-        replace(LOAD, concurrency=None, request_rate=1000.0, num_prompts=300),
-        candidates._in_closed_form,
-    )
+    load = replace(LOAD, concurrency=None, request_rate=1000.0, num_prompts=300)
+    closed_form = candidates._in_closed_form
 
     def inverted(*arguments: Any, **named: Any) -> dict[str, np.ndarray]:
         found = closed_form(*arguments, **named)
