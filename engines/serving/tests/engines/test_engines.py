@@ -123,6 +123,7 @@ def test_knobs_reach_the_engine_in_its_spelling(engine: str, values: dict[str, A
         ("vllm", {}, "eager_has_no_graphs", {"enforce_eager": True, "cudagraph_mode": "FULL"}),
         ("vllm", {}, "context_length", {"context_len": 191}),
         ("vllm", {"loads": (SPREAD,)}, "context_length", {"context_len": 184}),
+        ("vllm", {"model": replace(EXPERTS, vocab_size=1023)}, "vocabulary", {TP: 3}),
         ("vllm", {}, "experts_exist", {EP: 2, TP: 2}),
         ("vllm", {"model": EXPERTS}, "expert_parallel", {EP: 2, TP: 1}),
         ("vllm", {"model": EXPERTS}, "even_experts", {EP: 4, TP: 4, "enable_eplb": True, "redundant_experts": 33}),
