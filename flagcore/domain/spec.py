@@ -162,7 +162,7 @@ class TrainSpec(Work):
 
     @property
     def missing(self) -> str:
-        return "command" if self.lengths and not self.command else ""
+        return "" if self.is_plain_training or self.command else "command"
 
     @property
     def runs_as(self) -> str:

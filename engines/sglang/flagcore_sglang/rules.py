@@ -33,6 +33,7 @@ def rules_of(task: Task) -> tuple[Rule, ...]:
     longest = longest_request(task)
     is_whole = task.spec.envs.get("SGLANG_SHARED_EXPERT_TP1", "").lower() in ("1", "true")  # 0.5.23 `deepseek_v2.py`
     layouts = rules.split_rules(task, attention_and_experts=True, span=True, whole={SHARED} if is_whole else ())
+    layouts += (rules.vocabulary(task),)
     expert_parallel = rules.rule(
         "expert_parallel",
         (TP, DP, EP, REDUNDANT),

@@ -68,6 +68,7 @@ def rules_of(task: Task) -> tuple[Rule, ...]:
     is_padded = kind in EVEN_EXPERTS and (in_versions(PADDED_SHARED, version) or not version)
     layouts = (
         *rules.split_rules(task, attention_and_experts=True, span=True, whole={SHARED} if is_padded else ()),
+        rules.vocabulary(task),
         rules.rule(
             "expert_parallel",
             (TP, DP, EP),

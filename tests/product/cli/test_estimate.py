@@ -66,7 +66,7 @@ def test_a_job_that_can_only_be_predicted_has_no_command_that_runs_it(flag: Flag
         return "flag tune" in text, "flag export" in text
 
     assert said() == (True, True)
-    assert said(lengths={"mean": 16}) == (False, False)
+    assert said(lengths={"mean": 16}) == said(adapter={"rank": 4}) == (False, False)
 
 
 @pytest.mark.costly

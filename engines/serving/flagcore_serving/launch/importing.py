@@ -275,7 +275,7 @@ def _divide(
 def _note_baseline(program: Program, knob: Knob, name: str, value: KnobValue, version: str, notes: Notes) -> None:
     """Add a note on the flag `name`, whose value is that of a knob in the baseline."""
     kept = "all candidates keep it, unless the space lists it"
-    text = "the search tries other values" if {*knob.names} & {*DEFAULT_SPACE} else kept
+    text = "the search tries other values" if knob.layout or {*knob.names} & {*DEFAULT_SPACE} else kept
     written = name if name == knob.name else f"{'--' if len(name) > 1 else '-'}{name}"
     effects = [each.why for each in program.effects(knob.name, value, written)]
     needed = program.needed_package(knob.name, value, version)

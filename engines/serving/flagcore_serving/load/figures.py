@@ -5,7 +5,7 @@ therefore depend on the number of requests. In a steady state, only the requests
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -230,6 +230,16 @@ def _share(answer: Answer, window: Window) -> float:
     """Return the share of an answer's pieces of text that arrived in the window."""
     times = answer.start_s + answer.ttft_s + np.concatenate([[0.0], np.cumsum(answer.gaps_s)])
     return float(np.mean((times > window.begin_s) & (times <= window.end_s)))
+
+
+def keeps_up(load: Load, figures: Mapping[str, float], limits: Iterable[str]) -> bool:
+    """Return whether requests are answered as fast as they arrive, but for the time in which the last answer is written
+    and two standard deviations of Poisson arrivals. Limits from the arrival on bound a queue, others do not."""
+    if load.request_rate is None or any(name.startswith(("ttft_s", "e2e_s")) for name in limits):
+        return True
+    requests, written_s = load.num_prompts or 0, figures["e2e_s.mean"] - figures["ttft_s.mean"]
+    excess_s = requests / figures["requests_per_s"] - requests / load.request_rate - written_s
+    return excess_s <= 2.0 * math.sqrt(requests) / load.request_rate
 
 
 def goodput(result: LoadResult, slo: Mapping[str, float]) -> float:

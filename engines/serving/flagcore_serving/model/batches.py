@@ -257,7 +257,7 @@ class Batches(Arrivals):
         if self.reserve:
             self.promised -= self._reserved(request.output)
         request.made += 1
-        if self._takes_block(request):
+        if self.block == 1 or (request.prompt + request.made - self.prefix) % self.block == 1.0:  # the first of a block
             self.used += self.block
             self.grown += self.block
         if request.made >= request.output:

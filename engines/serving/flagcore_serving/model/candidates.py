@@ -15,7 +15,7 @@ from flagcore.domain.metrics import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.spec import Task, figure_name, is_rate, seconds
 from flagcore_serving.job import ServeSpec
-from flagcore_serving.load.figures import MAX_TURNS, TASK_S, TURN_TTFT
+from flagcore_serving.load.figures import MAX_TURNS, TASK_S, TURN_TTFT, keeps_up
 from flagcore_serving.load.progress import GROWTH, MIN_RATE, RESOLUTION, Verdict, highest_load
 from flagcore_serving.model.closed_loop import PARTS, ClosedLoop, LoopMeans, parts, steady_state
 from flagcore_serving.model.disaggregated import Prefill
@@ -315,7 +315,7 @@ def _highest(
         if (at := load_at(value)) not in points:
             points[at] = _load_figures(context, load.at(at, least), kinds, stops=True)
         is_met = bool(points[at]) and all(points[at].get(name, 0.0) <= limit for name, limit in slo.items())
-        return Verdict.MET if is_met else Verdict.EXCEEDED
+        return Verdict.MET if is_met and keeps_up(load.at(at, least).load, points[at], slo) else Verdict.EXCEEDED
 
     tried = best if context.serve.only_best else FAR * best if layout in found else 0.0
     if tried and (context.serve.only_best or start < tried):

@@ -109,10 +109,6 @@ class Sequences:
             self.used_adapters += Counter()  # without adapters that no request uses
         return tokens
 
-    def _takes_block(self, request: Request) -> bool:
-        """Return whether the last token of a request is the first one of a block."""
-        return self.block == 1 or (request.prompt + request.made - self.prefix) % self.block == 1.0
-
     def _join(self, request: Request) -> None:
         """Add a request to the decoding sequences."""
         self.running += 1

@@ -185,23 +185,11 @@ def _attention_and_experts(task: Task, whole: Collection[str]) -> tuple[Rule, ..
     model = task.spec.model
     heads = math.gcd(*(each.heads for each in attention_counts(model)))
     linear_heads = math.gcd(*(each.heads for each in other_mixers(model)))
+    linear_key = "num_attention_heads" if linear_heads == model.num_attention_heads else "linear_num_key_heads"
     return (
-        rule(
-            "attention_heads",
-            (TP,),
-            N_("{TP} must divide num_attention_heads = {heads}"),
-            lambda c: (c[TP] > 0) & (heads % c[TP].clip(1) != 0),
-            heads=heads,
-        ),
+        _divides("attention_heads", "num_attention_heads", heads),
         *_query_groups(model),
-        rule(
-            "linear_heads",
-            (TP,),
-            N_("{TP} must divide {key} = {linear_heads}"),
-            lambda c: linear_heads % c[TP].clip(1) != 0,
-            key="num_attention_heads" if linear_heads == model.num_attention_heads else "linear_num_key_heads",
-            linear_heads=linear_heads,
-        ),
+        _divides("linear_heads", linear_key, linear_heads),
         *_quantized_blocks(task, whole),
         rule(
             "experts_exist",
@@ -210,6 +198,18 @@ def _attention_and_experts(task: Task, whole: Collection[str]) -> tuple[Rule, ..
             lambda c: (c[EP] > 1) & (model.experts == 0),
         ),
     )
+
+
+def vocabulary(task: Task) -> Rule:
+    """Return the rule that TP divides the vocabulary, which engines pad to 64, but not to TP (gpustack/gpustack issue
+    3777: GLM-4.5-Air on 6 devices in vLLM; sgl-project/sglang issue 31799: DeepSeek-V4-Pro on 24)."""
+    size = task.spec.model.vocab_size
+    return _divides("vocabulary", "padded vocab_size" if size % 64 else "vocab_size", -(-size // 64) * 64)
+
+
+def _divides(name: str, key: str, size: int) -> Rule:
+    text = N_("{TP} must divide {key} = {size}")
+    return rule(name, (TP,), text, lambda c: size % c[TP].clip(1) != 0, key=key, size=size)
 
 
 def _query_groups(model: Model) -> tuple[Rule, ...]:

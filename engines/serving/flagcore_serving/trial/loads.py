@@ -18,7 +18,7 @@ from flagcore.domain.trial import TrialState
 from flagcore_serving.job import Load
 from flagcore_serving.launch.reports import ServerReports, combine
 from flagcore_serving.launch.server import TrialJob, plain_load, transfer_port
-from flagcore_serving.load.figures import goodput
+from flagcore_serving.load.figures import goodput, keeps_up
 from flagcore_serving.load.progress import GROWTH, MIN_RATE, RESOLUTION, Verdict, completions_per_s, highest_load
 from flagcore_serving.load.result import LoadResult, ProblemKind, Target
 from flagcore_serving.load.routing import ENCODE, PREFILL
@@ -181,7 +181,10 @@ class LoadRunner:
                 tried[value] = Verdict.EXCEEDED
             else:
                 points.setdefault(value, {"load": plain_load(load), "repeats": []})["repeats"].append(measured)
-                is_met = keeps_limits([each["figures"] for each in points[value]["repeats"]], self.job.slo)
+                figures = [each["figures"] for each in points[value]["repeats"]]  # a missing metric exceeds its limit
+                medians = {key: statistics.median(each.get(key, math.inf) for each in figures) for key in self.job.slo}
+                is_met = all(medians[key] <= limit for key, limit in self.job.slo.items())
+                is_met = is_met and keeps_up(load, measured["figures"], self.job.slo)
                 tried[value] = Verdict.MET if is_met else Verdict.EXCEEDED
                 ratios = (limit / (measured["figures"].get(name) or limit) for name, limit in self.job.slo.items())
                 headroom = min(ratios, default=1.0)
@@ -326,13 +329,6 @@ def shares(reports: ServerReports, start: Mapping[str, float], end: Mapping[str,
         if min(*parts, *totals) >= 0 and sum(totals) > 0:
             found[name] = sum(parts) / sum(totals)
     return found
-
-
-def keeps_limits(repeats: Sequence[Mapping[str, float]], limits: Mapping[str, float]) -> bool:
-    """Return whether the median over the repeats meets the limit, by limited metric. A missing metric does not."""
-    return all(
-        statistics.median(figures.get(name, math.inf) for figures in repeats) <= limit for name, limit in limits.items()
-    )
 
 
 def _highest(tried: Mapping[float, Verdict], untested: Collection[float]) -> HighestLoad:

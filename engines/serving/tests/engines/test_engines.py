@@ -26,7 +26,6 @@ from engines.serving.tests.engines.tasks import (
 )
 from flagcore.contracts import probes_of
 from flagcore.domain.launch import PORT
-from flagcore.domain.space import Columns
 from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice, SpecError
 from tests.checks import refuses
@@ -124,6 +123,7 @@ def test_knobs_reach_the_engine_in_its_spelling(engine: str, values: dict[str, A
         ("vllm", {}, "eager_has_no_graphs", {"enforce_eager": True, "cudagraph_mode": "FULL"}),
         ("vllm", {}, "context_length", {"context_len": 191}),
         ("vllm", {"loads": (SPREAD,)}, "context_length", {"context_len": 184}),
+        ("vllm", {"model": replace(EXPERTS, vocab_size=1023)}, "vocabulary", {TP: 3}),
         ("vllm", {}, "experts_exist", {EP: 2, TP: 2}),
         ("vllm", {"model": EXPERTS}, "expert_parallel", {EP: 2, TP: 1}),
         ("vllm", {"model": EXPERTS}, "even_experts", {EP: 4, TP: 4, "enable_eplb": True, "redundant_experts": 33}),
@@ -307,6 +307,10 @@ def test_flags_of_engine_args_set_knobs_of_all_candidates(engine: str, arguments
     values = {axis.knob: axis.values for axis in engine_of(engine).axes(task)}
     assert {knob: values[knob] for knob in fixed} == {knob: (value,) for knob, value in fixed.items()}
     assert {knob: value for knob, value in engine_of(engine).defaults(task).items() if knob in fixed} == fixed
+
+
+def test_candidates_do_not_keep_the_layout_of_a_baseline() -> None:
+    assert engine_of("llamacpp").program.kept({"split_mode": "tensor", "n_gpu_layers": 9}, ()) == {"n_gpu_layers": 9}
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
@@ -642,16 +646,14 @@ def test_counters_are_summed_and_shares_averaged_and_a_server_may_have_none() ->
     assert read(lambda path: TEXT, total="cache_usage") == {"cache_usage": 3.5}
 
 
-def codes(columns: Columns) -> dict[str, int]:
-    return {knob: int(column[0]) for knob, column in columns.items()}
-
-
 @pytest.mark.parametrize("name", ["llamacpp", "lmdeploy", "sglang", "vllm"])
 def test_empty_columns_are_the_engines_defaults(name: str) -> None:
     engine = engine_of(name)
     task = planned(name)
-    columns = codes(engine.columns(task, {}))
-    assert {axis.knob: axis.decode(columns[axis.knob]) for axis in engine.axes(task)} == dict(engine.defaults(task))
+    columns = engine.columns(task, {})
+    assert {axis.knob: axis.decode(int(columns[axis.knob][0])) for axis in engine.axes(task)} == dict(
+        engine.defaults(task)
+    )
     assert all(size.shape == (1,) for size in engine.sizes(task, engine.columns(task, {})).values())
     with pytest.raises(SpecError) as refused:
         engine.columns(task, {"kv_cache_type": "no such type"})

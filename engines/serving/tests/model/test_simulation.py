@@ -442,14 +442,11 @@ def rate(outcome: SimulatedRun) -> float:
     return len(outcome.requests) / outcome.duration
 
 
-def prompt_seconds(tokens: float) -> float:
-    return price().mixed(0, tokens, tokens, 0.5 * tokens**2, 1)
-
-
 def test_a_lone_request_passes_through_all_stages_once() -> None:
     (request,) = run([(512, 3)], [1.0], transfer=1e-3).requests
     front = 2.0 * OVER.request + OVER.entry
-    first = 1.0 + front + prompt_seconds(512.0) + 512 * 1e-3 + price().decode(1) + price().cached(1) * 512
+    prefill = price().mixed(0, 512.0, 512.0, 0.5 * 512.0**2, 1)
+    first = 1.0 + front + prefill + 512 * 1e-3 + price().decode(1) + price().cached(1) * 512
     assert request.first == pytest.approx(first, rel=1e-3)
     assert request.end > request.first
     assert request.made == 3
