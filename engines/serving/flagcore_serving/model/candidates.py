@@ -294,8 +294,7 @@ def _highest(
     A search for the highest rate starts where the last one suggests, and tries powers of RESOLUTION, so that candidates
     share requests. A candidate that is expected FAR below the best and has the layout of an earlier one is first tried
     at this rate. If the spec asks only for the best, each is tried at the best rate. One that does not serve it gets a
-    bound, so that the closed form alone excludes none. If most requests that are alone on a server exceed a limit, a
-    search starts with the lowest rate, because probably none is within the limit.
+    bound, so that the closed form alone excludes none. If most requests exceed a limit even alone, the lowest is first.
     `kinds`: as in `_load_figures`. `expected`: the candidate's rate in closed form. `found`: by layout, and by None for
     all of them, this rate and the metrics of the last candidate; this function updates it.
     """
@@ -443,8 +442,7 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
     take. Those after it add up to the rest of the mean time; `shared_s` is what an answer takes longer because the
     steps also compute other requests' prompts.
     """
-    kinds = context.kinds
-    load = context.loads[0]
+    kinds, load = context.kinds, context.loads[0]
     lanes = np.minimum(kinds.count, load.flight(1))
     e2e, ttft, rate = (figures[name][kinds.owner] for name in ("e2e_s.mean", "ttft_s.mean", "requests_per_s"))
     loop, running = _closed_loop(context, load), rate / lanes * (e2e - ttft)

@@ -386,9 +386,8 @@ class SimulatedLoad:
             known = hits.sum(axis=0), self._loads(price, hits)
             found, loads = (each.tolist() if each.any() else () for each in known)
             adapters = self._adapters(price, rows[:count])
-            simulates = price.simulation or Simulation
             parts = self._shared_parts(price.lane, rows[:count].tolist())
-            simulation = simulates(
+            simulation = (price.simulation or Simulation)(
                 price, lengths, arrival_times, simulated, found, think_s, images, loads, adapters, parts
             )
         else:
