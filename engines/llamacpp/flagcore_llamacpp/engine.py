@@ -47,6 +47,18 @@ from flagcore_llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 
 PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"
 N_BATCH, N_UBATCH = "batch_size", "ubatch_size"
+NO_TENSOR_MODE = (
+    "deepseek",
+    "kimi",
+    "glm_moe_dsa",
+    "nemotron_h",
+    "granitemoehybrid",
+    "lfm2_moe",
+    "minimax_m2",
+    "mistral4",
+)
+NO_TENSOR_MODE += ("grok", "olmo2", "olmoe", "mamba", "jamba", "falcon_h1", "minicpm3", "gemma3n", "bitnet")
+"""Beginnings of a model_type that `--split-mode tensor` refuses (llama.cpp `docs/multi-gpu.md` @5815cb84)."""
 SPLIT, LAYERS, UNIFIED, HOST_EXPERTS = "split_mode", "n_gpu_layers", "kv_unified", "n_cpu_moe"
 ALL = 9999
 """The value of LAYERS and of HOST_EXPERTS for all layers."""
@@ -376,8 +388,16 @@ class LlamaCpp(ServingEngine):
         """Return llama.cpp's legality rules for candidates."""
         check_images(task, "mmproj")
         hardware, total = Hardware.of(task), total_context(task)
+        refuses_tensor_mode = (task.spec.model.family or "").startswith(NO_TENSOR_MODE)
         return (
             *split_rules(task, attention_and_experts=False),
+            rule(
+                "tensor_mode",
+                (TP, SPLIT),
+                N_("{TP} must be 1: llama.cpp has no tensor mode for models of the type {family}"),
+                lambda c: (c[TP] > 1) & (c[SPLIT] != PROGRAM.code(SPLIT, "row")) & refuses_tensor_mode,
+                family=task.spec.model.family,
+            ),
             *forbidden(task, PROGRAM),
             rule(
                 "batch_holds_slots",
