@@ -48,16 +48,9 @@ from flagcore_llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"
 N_BATCH, N_UBATCH = "batch_size", "ubatch_size"
 NO_TENSOR_MODE = (
-    "deepseek",
-    "kimi",
-    "glm_moe_dsa",
-    "nemotron_h",
-    "granitemoehybrid",
-    "lfm2_moe",
-    "minimax_m2",
-    "mistral4",
+    *"deepseek kimi glm_moe_dsa nemotron_h granitemoehybrid lfm2_moe minimax_m2 mistral4 grok olmo2 olmoe".split(),
+    *"mamba jamba falcon_h1 minicpm3 gemma3n bitnet".split(),
 )
-NO_TENSOR_MODE += ("grok", "olmo2", "olmoe", "mamba", "jamba", "falcon_h1", "minicpm3", "gemma3n", "bitnet")
 """Beginnings of a model_type that `--split-mode tensor` refuses (llama.cpp `docs/multi-gpu.md` @5815cb84)."""
 SPLIT, LAYERS, UNIFIED, HOST_EXPERTS = "split_mode", "n_gpu_layers", "kv_unified", "n_cpu_moe"
 ALL = 9999
