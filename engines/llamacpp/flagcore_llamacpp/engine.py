@@ -6,6 +6,7 @@ server of xllamacpp 2026.10.11549.
 
 import math
 import os
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
@@ -47,9 +48,9 @@ from flagcore_llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 
 PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"
 N_BATCH, N_UBATCH = "batch_size", "ubatch_size"
-NO_TENSOR_MODE = (
-    *"deepseek kimi glm_moe_dsa nemotron_h granitemoehybrid lfm2_moe minimax_m2 mistral4 grok olmo2 olmoe".split(),
-    *"mamba jamba falcon_h1 minicpm3 gemma3n bitnet".split(),
+NO_TENSOR_MODE = re.compile(
+    "deepseek|kimi|glm_moe_dsa|nemotron_h|granitemoehybrid|lfm2_moe|minimax_m2|mistral4|grok|olmo2|olmoe|mamba|jamba|"
+    "falcon_h1|minicpm3|gemma3n|bitnet"
 )
 """Beginnings of a model_type that `--split-mode tensor` refuses (llama.cpp `docs/multi-gpu.md` @5815cb84)."""
 SPLIT, LAYERS, UNIFIED, HOST_EXPERTS = "split_mode", "n_gpu_layers", "kv_unified", "n_cpu_moe"
@@ -381,7 +382,7 @@ class LlamaCpp(ServingEngine):
         """Return llama.cpp's legality rules for candidates."""
         check_images(task, "mmproj")
         hardware, total = Hardware.of(task), total_context(task)
-        refuses_tensor_mode = (task.spec.model.family or "").startswith(NO_TENSOR_MODE)
+        refuses_tensor_mode = NO_TENSOR_MODE.match(task.spec.model.family or "") is not None
         return (
             *split_rules(task, attention_and_experts=False),
             rule(
