@@ -6,6 +6,7 @@ server of xllamacpp 2026.10.11549.
 
 import math
 import os
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
@@ -48,6 +49,11 @@ from flagcore_llamacpp.server import AUTO_SLOTS, FLAGS_BY_NAME
 
 PARALLEL, THREADS, BATCH_THREADS = "parallel", "threads", "threads_batch"
 N_BATCH, N_UBATCH = "batch_size", "ubatch_size"
+NO_TENSOR_MODE = re.compile(
+    "deepseek|kimi|glm_moe_dsa|nemotron_h|granitemoehybrid|lfm2_moe|minimax_m2|mistral4|grok|olmo2|olmoe|mamba|jamba|"
+    "falcon_h1|minicpm3|gemma3n|bitnet"
+)
+"""Beginnings of a model_type that `--split-mode tensor` refuses (llama.cpp `docs/multi-gpu.md` @5815cb84)."""
 SPLIT, LAYERS, UNIFIED, HOST_EXPERTS = "split_mode", "n_gpu_layers", "kv_unified", "n_cpu_moe"
 ALL = 9999
 """The value of LAYERS and of HOST_EXPERTS for all layers."""
@@ -380,6 +386,7 @@ class LlamaCpp(ServingEngine):
         mixers, row = mixer_counts(task.spec.model), PROGRAM.code(SPLIT, "row")
         whole = any(each.recurrent and not isinstance(each, GatedDeltaNet) for each in mixers)
         whole = whole or latent_layers(task.spec.model) > 0  # `src/llama-arch.cpp`: llm_arch_supports_sm_tensor
+        whole = whole or NO_TENSOR_MODE.match(task.spec.model.family or "") is not None
         return (
             rule(
                 "split_tensors",

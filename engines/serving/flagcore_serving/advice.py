@@ -1,6 +1,7 @@
 """Warnings about the settings of a serving job."""
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,8 @@ FIXED_RATES = RATES[:3]
 
 LONG_LIMITS = {"ttft_s": 100.0, "tpot_s": 5.0, "itl_s": 5.0}
 """Limits of at least this many seconds cause a warning. `e2e_s` has no such bound: a whole answer may take long."""
+
+_OWN_CODE = re.compile(r"(?i)^(?!.*gguf).*(kimi-(?!dev)|moonlight)")  # vllm-project/recipes pull request 116
 
 
 def speculations(spec: Spec, program: Program) -> list[str]:
@@ -108,10 +111,13 @@ def _of_speculation(spec: Spec, program: Program) -> Iterator[str]:
             yield f"{text} is predicted without a gain before its first trial: {why}; {fix}"
 
 
-def _of_weights(spec: Spec, _program: Program) -> Iterator[str]:
+def _of_weights(spec: Spec, program: Program) -> Iterator[str]:
     serve, weights, precision = spec.serve, spec.serve.weights, spec.serve.precision
     if weights is None:
         return
+    if _OWN_CODE.search(weights) and not serve.elsewhere and "trust-remote-code" not in program.split(spec).others:
+        text = f"servers refuse the tokenizer of {weights}, which is code of its repository"
+        yield f"serve.weights: {text}; if you trust it, set serve.engine_args: {{trust-remote-code: true}}"
     if not serve.elsewhere and not find_public(weights) and not Path(weights).exists():
         size = f"predictions compute their size from the model and serve.precision = {precision}"
         yield f"serve.weights: {weights} does not exist here; {size}"

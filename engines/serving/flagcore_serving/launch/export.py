@@ -207,7 +207,10 @@ def compose_file(
     volumes += [f"${{HF_HOME:-~/.cache/{HUB}}}:{HOME}/{HUB}"] if is_name else []
     services: dict[str, dict[str, Any]] = {}
     for number, (each, port) in enumerate(zip(instances, ports, strict=True)):
-        own = {name: _variable(name, value) for name, value in {**common, **each.environment}.items()}
+        own: dict[str, str | None] = {
+            name: f"${{{name}:?set it: it is secret}}" if is_secret(name, value) else _escape(value)
+            for name, value in {**common, **each.environment}.items()
+        }
         own = {"HF_TOKEN": None, **own} if is_name else own  # the value in the user's shell, if any
         service = _service(image or "${IMAGE:?set IMAGE to an image that has the engine}", port, health, START_SECONDS)
         service |= {"ipc": "host", "environment": own, **({"working_dir": directory} if directory else {})}
@@ -294,11 +297,6 @@ def _mounted_paths(word: str) -> set[str]:
         return set()
     links = [each for each in path.iterdir() if each.is_symlink()] if path.is_dir() else []
     return {str(path), *(str(each.resolve().parent) for each in (*links, *([path] if path.is_symlink() else [])))}
-
-
-def _variable(name: str, value: str) -> str | None:
-    """Return the value of a variable in a compose file: a secret is that of the user's shell."""
-    return f"${{{name}:?set it: it is secret}}" if is_secret(name, value) else _escape(value)
 
 
 def _escape(text: str) -> str:

@@ -214,11 +214,10 @@ class Auto(NamedTuple):
 
 def fixed_values(*values: KnobValue) -> Auto:
     """Return an `auto` with the same values for every task."""
-    return Auto(lambda task: values, ", ".join(map(_value_text, values)))
-
-
-def _value_text(value: KnobValue) -> str:
-    return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    texts = (
+        str(each).lower() if isinstance(each, bool) else "not set" if each is None else str(each) for each in values
+    )
+    return Auto(lambda task: values, ", ".join(texts))
 
 
 def by_hardware(cores: Auto, devices: Auto) -> Auto:

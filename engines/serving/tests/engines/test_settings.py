@@ -259,7 +259,7 @@ SPACES: dict[str, dict[str, Any]] = {
     | {"max_running_requests": [8, 32, 128], "chunked_prefill_size": [1024, 4096], "enforce_eager": [False, True]}
     | {"kv_cache_type": ["auto", "fp8_e4m3"], "enable_mixed_chunk": [False, True], "schedule_policy": ["fcfs", "lpm"]},
     "llamacpp": LAYOUTS
-    | {"parallel": [8, 32], "batch_size": [1024, 2048], "ubatch_size": [512, 1024], "flash_attention": ["on", "off"]},
+    | {"parallel": [8, 32], "batch_size": [1024, 2048], "ubatch_size": [512, 1024], "flash_attention": ["on", "auto"]},
     "lmdeploy": LAYOUTS
     | {"max_batch_size": [8, 32, 128], "kv_cache_type": ["none", "int8"], "max_prefill_token_num": [2048, 8192]}
     | {"block_size": [32, 64], "max_prefill_iters": [1, 2]},

@@ -262,6 +262,8 @@ def load(objective: str = "output_tokens_per_s", **fields: Any) -> dict[str, Any
         ({"weights": "Qwen/Qwen3-32B", "precision": "fp8"}, "not quantized"),
         ({"weights": "Qwen/Qwen3-32B", "precision": "fp8", "engine_args": {"quantization": "fp8"}}, ""),
         ({"weights": "Qwen/Qwen3-32B-FP8", "precision": "fp8"}, ""),
+        ({"weights": "moonshotai/Kimi-K2.6", "precision": "int4"}, "trust-remote-code"),
+        ({"weights": "moonshotai/Kimi-K2.6", "precision": "int4", "engine_args": {"trust_remote_code": True}}, ""),
     ],
 )
 def test_a_spec_that_may_mislead_has_a_warning(arguments: dict[str, Any], warned: str) -> None:
