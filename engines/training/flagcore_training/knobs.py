@@ -20,10 +20,7 @@ AUTOS: Mapping[str, Callable[[Task], Sequence[KnobValue]]] = {
     "linked_divisors": lambda task: [n for n in divisors(task.cluster.devices) if n <= task.cluster.linked_devices],
     "batch_divisors": lambda task: divisors(task.spec.train.global_batch_size),
     "expert_divisors": lambda task: divisors(gcd(task.spec.model.experts or 1, task.cluster.devices)),
-    "virtual_stages": lambda task: (
-        None,
-        *sorted({*divisors(n := task.spec.model.num_layers), *divisors(-(-n // 4) * 4)}),
-    ),
+    "virtual_stages": lambda task: (None, *_virtual_stage_lengths(task.spec.model.num_layers)),
     "layers": lambda task: _layer_numbers(task.spec.model.num_layers),
 }
 """Functions that return the values of `auto`, by their name in `knobs.yaml`."""
@@ -67,6 +64,10 @@ def knob_of_row(name: str, row: dict[str, Any]) -> Knob:
 def _layer_numbers(layers: int) -> tuple[int, ...]:
     """Return the numbers of layers up to `layers`: each one up to 128, then every 16th, so that spaces stay small."""
     return (*range(1, min(layers, 128) + 1), *range(144, layers + 1, 16))
+
+
+def _virtual_stage_lengths(layers: int) -> list[int]:
+    return sorted({*divisors(layers), *divisors(-(-layers // 4) * 4)})
 
 
 def divisors(number: int) -> tuple[int, ...]:
