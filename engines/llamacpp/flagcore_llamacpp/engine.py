@@ -53,7 +53,8 @@ NO_TENSOR_MODE = re.compile(
     "deepseek|kimi|glm_moe_dsa|nemotron_h|granitemoehybrid|lfm2_moe|minimax_m2|mistral4|grok|olmo2|olmoe|mamba|jamba|"
     "falcon_h1|minicpm3|gemma3n|bitnet"
 )
-"""Beginnings of a model_type that `--split-mode tensor` refuses (llama.cpp `docs/multi-gpu.md` @5815cb84)."""
+"""Beginnings of a model_type that `--split-mode tensor` refuses, as it does latent attention and Mamba (llama.cpp
+`multi-gpu.md` @5815cb84; `llama-arch.cpp`: llm_arch_supports_sm_tensor)."""
 SPLIT, LAYERS, UNIFIED, HOST_EXPERTS = "split_mode", "n_gpu_layers", "kv_unified", "n_cpu_moe"
 ALL = 9999
 """The value of LAYERS and of HOST_EXPERTS for all layers."""
@@ -383,10 +384,9 @@ class LlamaCpp(ServingEngine):
         """Return llama.cpp's legality rules for candidates."""
         check_images(task, "mmproj")
         hardware, total = Hardware.of(task), total_context(task)
-        mixers, row = mixer_counts(task.spec.model), PROGRAM.code(SPLIT, "row")
-        whole = any(each.recurrent and not isinstance(each, GatedDeltaNet) for each in mixers)
-        whole = whole or latent_layers(task.spec.model) > 0  # `src/llama-arch.cpp`: llm_arch_supports_sm_tensor
-        whole = whole or NO_TENSOR_MODE.match(task.spec.model.family or "") is not None
+        model, row = task.spec.model, PROGRAM.code(SPLIT, "row")
+        states = [each for each in mixer_counts(model) if each.state_bytes and not isinstance(each, GatedDeltaNet)]
+        whole = bool(states) or latent_layers(model) > 0 or NO_TENSOR_MODE.match(model.family or "") is not None
         return (
             rule(
                 "split_tensors",

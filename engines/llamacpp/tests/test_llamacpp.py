@@ -238,6 +238,7 @@ def test_how_experts_on_the_host_are_set(arguments: Any, code: int, words: tuple
     latent = serving("llamacpp", model=serving_inputs.LATENT)
     assert broken(ENGINE, latent, tensor_model_parallel_size=2) == ["split_tensors"]
     assert not broken(ENGINE, latent, tensor_model_parallel_size=2, split_mode="row")
+    assert not broken(ENGINE, serving("llamacpp"), tensor_model_parallel_size=2)
 
 
 pytest.importorskip("xllamacpp", reason="pip install 'flagcore[llamacpp]' for a real server")

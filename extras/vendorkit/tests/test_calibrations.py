@@ -329,7 +329,7 @@ def test_an_uncatalogued_chip_is_calibrated_and_planned_with(tmp_path: Path, mon
 
 @pytest.mark.slow
 def test_devices_that_torch_cannot_use_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded_plugins = LoadedPlugins.of({})
+    loaded_plugins = ExtendedPlugins.of({})
     monkeypatch.setattr(loaded_plugins, "devices", Lists.devices)
     monkeypatch.setattr(unlisted_chips, "accelerator_report", lambda: None)
     with pytest.raises(NoDevice, match="Weird 9000"):

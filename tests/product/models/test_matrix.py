@@ -278,7 +278,9 @@ def weights(name: str, engine: str, platform: Platform, values: Mapping[str, Kno
     if KINDS[engine] == "serve":
         one = _resized(platform, model, 1, 1, precision="bf16", weights=None)
         held = predict_columns(one, candidate_columns(one, own))
+        on_host = (engine == "llamacpp") * model.untie_embeddings_and_output_weights * model.vocab_size
         found["memory"] = float(held.static_bytes[0] - held.figures["kv_cache_bytes"][0]) / 2.0
+        found["memory"] += on_host * model.hidden_size  # the embedding
         return found
     static = list[float]()
     for devices in (1, 2):

@@ -175,7 +175,7 @@ def test_knobs_reach_the_engine_in_its_spelling(engine: str, values: dict[str, A
             {"parallel": 8},
         ),
         ("llamacpp", {}, "split_mode", {"split_mode": "row"}),
-        ("llamacpp", {"model": replace(EXPERTS, family="deepseek_v3")}, "tensor_mode", {TP: 2}),
+        ("llamacpp", {"model": replace(EXPERTS, family="deepseek_v3")}, "split_tensors", {TP: 2}),
         ("llamacpp", {}, "tensor_mode_cache", {TP: 2, "kv_cache_type": "q8_0"}),
         ("llamacpp", {}, "split_mode", {"split_mode": "layer", TP: 2}),
         ("llamacpp", {}, "split_mode", {"split_mode": "none", PP: 2}),
