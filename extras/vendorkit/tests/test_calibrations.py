@@ -24,7 +24,6 @@ from flagcore import api
 from flagcore.domain.chip import Chip, Device, Fact, Source
 from flagcore.errors import NoDevice, RunError
 from flagcore.physics.roofline import Roofline
-from flagcore.plugins import LoadedPlugins
 from tests.checks import given
 from tests.product.tasks import SHAPE
 from tests.product.vendors.test_simulated_nodes import METAX
@@ -329,7 +328,7 @@ def test_an_uncatalogued_chip_is_calibrated_and_planned_with(tmp_path: Path, mon
 
 @pytest.mark.slow
 def test_devices_that_torch_cannot_use_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded_plugins = ExtendedPlugins.of({})
+    loaded_plugins = ExtendedPlugins((), print)
     monkeypatch.setattr(loaded_plugins, "devices", Lists.devices)
     monkeypatch.setattr(unlisted_chips, "accelerator_report", lambda: None)
     with pytest.raises(NoDevice, match="Weird 9000"):
