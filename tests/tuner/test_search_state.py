@@ -96,6 +96,7 @@ def test_a_much_slower_candidate_is_distinguished_despite_noise() -> None:
 @pytest.mark.parametrize(("longer", "apart"), [(0.02, True), (0.0199, False)])
 def test_two_low_noise_candidates_are_distinguished_by_run_to_run_noise(longer: float, apart: bool) -> None:
     assert significant(longer, first(a=100.0), first(b=100.0)) is apart
+    assert significant(0.6 * MIN_NOISE, 4 * first(a=100.0), 4 * first(b=100.0))  # the noise of four runs is half
 
 
 def test_of_equals_that_ran_again_the_best_has_the_fewest_settings_that_differ_from_the_baseline() -> None:
