@@ -1,4 +1,4 @@
-"""The iterations of one lane of a simulation: whom they admit, which prompts they compute, and who decodes."""
+"""The iterations of one lane of a simulation: the requests they admit, the prompts they compute, and what decodes."""
 
 from heapq import heappop
 from itertools import islice
@@ -41,7 +41,7 @@ class Batches(Arrivals):
         """Return the time until which the scheduler knows what happened, and free what ended until then."""
         while self.ending and self.ending[0][0] <= self.known:
             self.held -= self.ending.popleft()[1]
-            self.is_shut = self.is_shut and bool(self.free)
+            self.is_closed = self.is_closed and bool(self.free)
         return self.known
 
     def _admit(self, ended: int) -> bool:
@@ -52,7 +52,7 @@ class Batches(Arrivals):
         (vLLM 0.33 `v1/core/sched/scheduler.py`: WAITING_FOR_REMOTE_KVS)."""
         lane, price, computed = self.lane, self.price, ended
         ended += len(self.ending)
-        while self.queue and not self.is_shut:
+        while self.queue and not self.is_closed:
             taken = self.running + self.others + len(self.partial) + len(self.loading) + ended
             if taken >= price.needed:
                 price.needed = taken + 1.0
@@ -73,7 +73,7 @@ class Batches(Arrivals):
             if filled > price.filled:
                 price.filled = filled
             if filled > self.capacity and (self.running or self.others or ended or self.loading):
-                self.is_tight, self.is_shut = self.block != lane.block, self.reserve > 0.0
+                self.is_tight, self.is_closed = self.block != lane.block, self.reserve > 0.0
                 return False
             del self.queue[place]
             if lane.adapters:
@@ -304,7 +304,7 @@ class Batches(Arrivals):
             self.ending.append((self.now, tokens))
             self.held += tokens
         if self.free or not self.lag:
-            self.is_shut = False
+            self.is_closed = False
         if not self.open and self.sent < len(self.requests):
             self.requests[self.sent].arrival = self.now + self.think_s
             self._send(self.sent)

@@ -15,7 +15,7 @@ class Group:
         "finish",
         "grown",
         "heap",
-        "is_shut",
+        "is_closed",
         "joined",
         "now",
         "offset",
@@ -27,7 +27,7 @@ class Group:
 
     def __init__(self, block: int) -> None:
         self.phases, self.heap, self.joined = [0] * block, list[tuple[int, int, Request]](), dict[float, int]()
-        self.now, self.stalled, self.is_shut = 0.0, 0.0, False
+        self.now, self.stalled, self.is_closed = 0.0, 0.0, False
         self.grown = self.step = self.running = self.offset = self.finish = 0
 
 
@@ -45,7 +45,7 @@ class Sequences:
     - `grown`: tokens of blocks that the next step needs; with pipeline stages, those of the group whose turn it is.
       `resting`: those of sequences that were not in the last iteration, so that the engine has not taken them yet.
     - `ending`: times at which requests ended, and their cached tokens (`held`), which are still taken.
-    - `is_shut`: whether nobody is admitted until a sequence ends: one was refused, and the engine reserves answers.
+    - `is_closed`: whether none is admitted until a sequence ends: one was refused, and the engine reserves answers.
     - `joined`: sequences that joined while others waited for prompts, and since when.
 
     With pipeline stages, which become `free` at times, `step`, `running`, `offset`, `finish`, `heap`, `phases`,
@@ -54,7 +54,7 @@ class Sequences:
     """
 
     __slots__ = (
-        *("price", "lane", "overheads", "prefix", "capacity", "beside", "block", "is_tight", "is_shut", "phases"),
+        *("price", "lane", "overheads", "prefix", "capacity", "beside", "block", "is_tight", "is_closed", "phases"),
         *("reserve", "holders", "used_adapters", "in_slots", "queue", "partial", "loading", "heap", "order", "ending"),
         *("lag", "gain", "made", "now", "known", "held", "stalled", "used", "freed", "link", "promised", "joined"),
         *("step", "running", "offset", "finish", "tickets", "turn", "others", "grown", "resting", "free", "groups"),
@@ -67,7 +67,7 @@ class Sequences:
         self.reserve: float = self.overheads.reserve
         self.prefix, self.capacity = self.lane.shared_prefix, self.lane.cache_tokens
         self.beside, self.block = self.lane.block - 1.0 + self.lane.fixed, 1
-        self.is_tight, self.is_shut, self.phases, self.holders = False, False, list[int](), Counter[int]()
+        self.is_tight, self.is_closed, self.phases, self.holders = False, False, list[int](), Counter[int]()
         self.used_adapters, self.in_slots = Counter[int](), dict[int, None]()
         self.queue, self.partial, self.loading = deque[Request](), deque[Request](), deque[Request]()
         self.heap, self.order, self.joined = list[tuple[int, int, Request]](), list[Request](), dict[float, int]()
@@ -214,7 +214,7 @@ class Sequences:
             self.queue.append(request)
         else:
             self.queue.appendleft(request)
-        self.preemptions, self.is_shut = self.preemptions + 1, False
+        self.preemptions, self.is_closed = self.preemptions + 1, False
         while self.heap and self.heap[0][2].ticket != self.heap[0][1]:
             heappop(self.heap)
         self._switch(turn)
@@ -228,7 +228,7 @@ class Sequences:
         group, self.turn = self.groups[turn], turn
         self.now, self.step, self.running, self.offset = group.now, group.step, group.running, group.offset
         self.finish, self.heap, self.phases = group.finish, group.heap, group.phases
-        self.joined, self.stalled, self.is_shut = group.joined, group.stalled, group.is_shut
+        self.joined, self.stalled, self.is_closed = group.joined, group.stalled, group.is_closed
         self.used += group.grown - self.grown
         self.grown = group.grown
         self.others -= group.running
@@ -238,4 +238,9 @@ class Sequences:
         group = self.groups[self.turn]
         group.now, group.step, group.running, group.offset = self.now, self.step, self.running, self.offset
         group.finish, group.heap, group.phases = self.finish, self.heap, self.phases
-        group.joined, group.stalled, group.grown, group.is_shut = self.joined, self.stalled, self.grown, self.is_shut
+        group.joined, group.stalled, group.grown, group.is_closed = (
+            self.joined,
+            self.stalled,
+            self.grown,
+            self.is_closed,
+        )
