@@ -130,7 +130,7 @@ def test_readme_states_the_errors_of_the_accuracy_page() -> None:
     left_out = [100 * source["left_out_mape"] for family in families for source in family["sources"].values()]
     stated = re.findall(r"(\d+)%?", section("README.md", "**Accuracy.**").split("\n\n")[0])
     figures = (len(errors), mean, max(errors.values()), statistics.fmean(left_out), min(left_out), max(left_out))
-    assert stated == [f"{figure:.0f}" for figure in figures]
+    assert stated == [f"{figure + 1e-9:.0f}" for figure in figures]  # halves are rounded up
 
 
 def test_reference_has_every_exit_code_and_no_other() -> None:

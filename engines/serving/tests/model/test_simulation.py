@@ -233,7 +233,7 @@ def test_an_engine_that_reserves_output_tokens_never_preempts() -> None:
 
 
 def test_after_a_refusal_no_request_is_admitted_until_one_ends() -> None:
-    lane = replace(LANE, cache_tokens=302.0, block=1.0)  # room for the second request once the first one's batch is over
+    lane = replace(LANE, cache_tokens=302.0, block=1.0)  # the second request fits, but not beside the first prompt
     first, second = Simulation(price_of(lane, reserve=1.0), [(100, 50)] * 2, [0.0] * 2, 2).run().requests
     assert second.first > first.end
 
