@@ -290,9 +290,9 @@ _NARROW_HEADS = re.compile(r"deepseek[-_ ]?v3|gpt[-_ ]?oss", re.IGNORECASE)
 _PLAIN_ROUTERS = re.compile(r"(?i)nemotron(?!.*ultra)|moonlight.*alltoall|olmoe|glm-?4|qwen3-next")
 _CAPTURED = re.compile(r"(?i)qwen-?3\.[56].*hybridep")
 _GRAPHS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn,moe_router,moe_preprocess"}
-"""Models whose recipes leave the router unfused, as Megatron does by default, and models whose recipes have graphs; some
-only with one dispatcher. Of Megatron-Bridge's performance recipes @067f987d, those of most other models fuse the router,
-and one of Nemotron-3 Nano and Super does. Graphs: `qwen35_vl.py`."""
+"""Models whose recipes leave the router unfused, as Megatron does by default, and models whose recipes have graphs;
+some only with one dispatcher. Of Megatron-Bridge's performance recipes @067f987d, those of most other models fuse the
+router, and one of Nemotron-3 Nano and Super does. Graphs: `qwen35_vl.py`."""
 
 _PAIR_PATTERN = re.compile(
     r"(?<![\w-])-{0,2}([a-z][\w-]*)\s*=\s*(\[[^\]]*\]|[^\s;,]+(?:,\w+(?![\w-]*\s*=))*)", re.IGNORECASE
