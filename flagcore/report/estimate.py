@@ -307,7 +307,7 @@ def _recommended_text(estimate: Estimate) -> str:
     nearest = nearest_limit(flat_statistics(best), estimate.limits)
     limit = "; " + _("nearest limit: {limit}", limit=nearest[0]) if nearest else ""
     if not estimate.behind > 0.0:
-        if estimate.gain is not None and estimate.gain < 0.0:
+        if not estimate.crowded and (estimate.gain or 0.0) < 0.0:
             return _("* the fastest of the space, but slower than the baseline: keep the baseline") + limit
         if "last" not in best and any("last" in each for each in estimate.candidates):
             return _("* recommended: the fastest of those not listed last") + limit
