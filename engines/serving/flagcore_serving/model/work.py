@@ -93,6 +93,8 @@ class Overheads:
 
     - `grouped_share`, `grouped_work`: rates at which the experts' weights are read and multiplied, relative to other
       matrix products.
+    - `rows`: the fewest rows that an expert has in such a product, an estimate.
+    - `grouped`: fields that replace these for an architecture's kernels, by architecture and format of the weights.
     - `exchanged_share`: factor on both rates if attention ranks exchange their tokens.
     - `sums_prompts`: whether attention ranks exchange prompts by all-reduces of the tokens of all ranks.
     - `copied_from`: the fewest tokens of a pass for which experts in the memory of the host are copied to the devices,
@@ -171,6 +173,8 @@ class Overheads:
     dense_prompts: bool = False
     grouped_share: float = 1.0
     grouped_work: float = 1.0
+    rows: float = 8.0
+    grouped: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     exchanged_share: float = 1.0
     sums_prompts: bool = False
     copied_from: float = math.inf
