@@ -364,10 +364,7 @@ def test_modules_in_more_bits_take_longer() -> None:
 
 def test_sparse_attention_without_its_kernels_computes_all_scores() -> None:
     sparse = mixed(DENSE, {"indexer": Indexer(heads=32, head_dim=128, top_k=256)}, 32)
-    fused, unfused = (
-        total(replace(TRAIN, model=sparse, options=replace(TRAIN.options, sparse_kernels=each)))
-        for each in (True, False)
-    )
+    fused, unfused = (total(with_options(replace(TRAIN, model=sparse), sparse_kernels=each)) for each in (True, False))
     assert fused < total(TRAIN)
     assert unfused > 1.5 * total(TRAIN)
     trained = with_options(replace(TRAIN, model=sparse), indexer_loss=True)
@@ -377,11 +374,12 @@ def test_sparse_attention_without_its_kernels_computes_all_scores() -> None:
 def test_grouped_products_launch_a_kernel_for_each_expert_and_linear_layer() -> None:
     job, layer = replace(MOE, transformer_engine=True), layers_of(MOE.model)[-1]
 
-    def launches(adapter: Adapter | None = None) -> float:
-        given = replace(job, options=replace(job.options, adapter=adapter))
-        found = layer_time(given, layout_of(expert=[1, 4]), plain_costs(), layer).forward.launches
-        return float(found[0] - found[1])
+    def launches(adapter: Adapter | None = None, precision: str = "bf16") -> list[float]:
+        given = replace(with_options(job, adapter=adapter), precision=precision)
+        found = layer_time(given, layout_of(expert=[1, 4]), plain_costs(), layer)
+        return [float(each[0] - each[1]) for each in (found.forward.launches, found.backward.launches)]
 
     fewer = 0.75 * (MOE.model.num_moe_experts or 0)
-    assert launches() == fewer * 2
-    assert launches(Adapter(targets=("down_proj",))) == fewer * (2 + 2)
+    assert launches() == launches(precision="nvfp4") == [fewer * 2, fewer * 4]
+    assert launches(precision="mxfp8") == [fewer * (2 + 2), fewer * (4 + 2)]  # casts
+    assert launches(Adapter(targets=("down_proj",)))[0] == fewer * (2 + 2)

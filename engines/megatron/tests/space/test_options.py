@@ -406,7 +406,7 @@ SAYS: dict[str, dict[str, Any]] = {
     "FSDP=8 (Megatron-FSDP)": {"use_megatron_fsdp": True},
     "FSDP on; disable log param norm": {"use_megatron_fsdp": True},
     "FSDP=1": {"use_megatron_fsdp": False},
-    "capacity factor 1 + pad to capacity, grouped gemm, permute fusion, first 1 layer dense": {
+    "capacity factor 1, grouped gemm, permute fusion, first 1 layer dense": {
         "moe_expert_capacity_factor": 1.0,
         "moe_pad_expert_input_to_capacity": True,
         "moe_grouped_gemm": True,

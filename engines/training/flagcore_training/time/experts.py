@@ -48,17 +48,17 @@ DeepEP and HybridEP (megatron-core `fused_a2a.py`)."""
 PREPROCESS_SHARE = 0.6
 """Share of the kernels of a dispatcher before its exchange, which moe_preprocess captures. Of the alltoall one."""
 
-GROUPED_LAUNCHES = 2.0
+GROUPED_LAUNCHES, CAST_LAUNCHES = 2.0, {"fp8": 2.0, "mxfp8": 2.0}
 """Kernels for each expert with grouped products, which are a product of cuBLAS per expert and linear layer, on several
-streams (transformer-engine 2.14 `cublaslt_gemm.cu`, multi_stream_cublas_gemm). So are those of adapters, half of their
-kernels. Counted."""
+streams (transformer-engine 2.14 `cublaslt_gemm.cu`, multi_stream_cublas_gemm), and those that cast its inputs, and in
+backward its gradients; in NVFP4 one kernel casts those of all experts (@d0067d0d `cast.cpp`). Half of the kernels of
+adapters are such products. Counted."""
 
 FUSED_PASSES = (-1.0, 0.0)
 """Memory passes over a tensor of the experts' width of products fused with the activation function, apart from those of
 products and casts. Of 3 and 5 passes of the function, two stay in backward, which read its inputs; its output and their
 gradients are cast where they are computed, not read again. The numbers of tokens stay on the device, and all experts
 are one kernel (transformer-engine @d0067d0d `ops/fused/grouped_mlp.py`; MXFP8 and NVFP4)."""
-
 
 _BIAS_BYTES = {2.0: (12.0, 16.0), 4.0: (28.0, 40.0)}
 """The bytes per output element, forward and backward, of the biases of experts with a grouped product, by the bytes of
@@ -79,10 +79,8 @@ def moe_block(network: Experts, train: Training, layout: Layout, costs: Costs, t
     copies = layout.expert_tokens(network.chosen, train.sequence) * load
     local_experts, width = network.count / layout.expert, network.width / layout.expert_tensor
     latent, routed = float(network.expert_width(h)), network.routed(h)
-    up, down = (
-        product_time(train, layout, costs, each, copies / local_experts, layout.expert_tensor) for each in routed
-    )
-    experts = (up + down) * local_experts
+    rows, split = copies / local_experts, layout.expert_tensor
+    experts = reduce(add, (product_time(train, layout, costs, each, rows, split) for each in routed)) * local_experts
     activation, activation_back = activation_seconds(train, network, kernels, train.value_bytes * width * copies)
     is_fused = options.fused_experts and train.precision in ("mxfp8", "nvfp4")
     if is_fused:
@@ -100,8 +98,9 @@ def moe_block(network: Experts, train: Training, layout: Layout, costs: Costs, t
     apart = router_kernels * ~is_captured(train, layout, "moe_router")
     before = PREPROCESS_SHARE * is_captured(train, layout, "moe_preprocess")
     launches = launches + KERNEL_LAUNCHES * (apart + DISPATCH_KERNELS[options.dispatcher] * (1.0 - before))
-    each_expert = is_grouped * (GROUPED_LAUNCHES + of_adapters / 2.0) * (not is_fused)
-    launches = launches + each_expert * local_experts
+    single = is_grouped * (not is_fused) * local_experts * ~is_captured(train, layout, "moe")
+    casts = single * CAST_LAUNCHES.get(train.precision, 0.0)
+    launches = launches + single * (GROUPED_LAUNCHES + of_adapters / 2.0) + casts
     bias = bias_back = np.zeros_like(copies)
     if network.bias and is_grouped:
         weight_bytes = 4.0 if options.dispatcher in ("flex", "hybridep") else 2.0
@@ -116,7 +115,7 @@ def moe_block(network: Experts, train: Training, layout: Layout, costs: Costs, t
     forward = Seconds.from_compute(experts.forward + router.forward + element, expert=sent, launches=launches)
     element_back = norm_back + 3.0 * permute + sorts + activation_back + residual + bias_back
     gradients = experts.input_gradient + router.input_gradient + element_back
-    backward = Seconds.from_compute(gradients, expert=returned, launches=2.0 * launches)
+    backward = Seconds.from_compute(gradients, expert=returned, launches=2.0 * launches - casts)
     repeated = Seconds.from_compute(np.zeros_like(norm))
     if "layernorm" in options.recompute_modules:
         repeated = repeated + Seconds.from_compute(norm)
