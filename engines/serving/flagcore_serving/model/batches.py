@@ -67,13 +67,12 @@ class Batches(Arrivals):
                 cached += sum([size for part, size in request.parts if not self.holders[part]])
             required_tokens = cached + lane.admits
             if self.reserve:
-                required_tokens += self.reserve * self._future(request) + lane.block * (computed + 1) + 1
-                required_tokens -= self.resting if self.lag and not self.free else self._slots()
+                required_tokens += self._future(request) + lane.block * (computed + 1) + 1 - self._slots()
             filled = self.used + self.held + required_tokens
             if filled > price.filled:
                 price.filled = filled
             if filled > self.capacity and (self.running or self.others or ended or self.loading):
-                self.is_tight, self.is_closed = self.block != lane.block, self.reserve > 0.0
+                self.is_tight, self.is_closed = self.block != lane.block, self.reserve > 0.0 < self.running
                 return False
             del self.queue[place]
             if lane.adapters:
@@ -94,14 +93,19 @@ class Batches(Arrivals):
         return False
 
     def _future(self, request: Request) -> float:
-        """Return the tokens that a request and those that were admitted before it will still generate."""
-        future = self._reserved(request.output - request.made) + self.promised + self.finish - self.running * self.step
+        """Return the tokens to reserve for what a request, those admitted before it, and in part those that run will
+        still generate (SGLang 0.5.6 `managers/schedule_policy.py`: PrefillAdder)."""
+        future = float(self.finish - self.running * self.step)
+        if self.lag and not self.free:  # tokens in flight are not known
+            future += self._slots() - self.resting
         if self.longest > self.overheads.reserved:
             running = [end - self.step for end, ticket, each in self.heap if each.ticket == ticket]
             future += sum([min(self.overheads.reserved - left, 0.0) for left in running])
         if not self.overheads.own_groups:
             future += sum([group.finish - group.running * group.step for group in self.groups])
-        return future
+        fallen = self.overheads.falls * (self.step - self.since) * (len(self.free) or 1)
+        share = max(self.reserve - fallen, self.overheads.least)
+        return self._reserved(request.output - request.made) + self.promised + share * future
 
     def _reserved(self, tokens: int) -> float:
         """Return how many of the tokens of an answer the cache must have free before the request is admitted."""
@@ -196,12 +200,12 @@ class Batches(Arrivals):
             time += self.gain * self.price.cached(self.running) * (self.offset + self.running * self.step)
         if self.free:
             time = self._through(time, decoding)
+        else:
+            self.known = self.now + (1.0 - self.lag) * time
         if decoding:
             self._advance(self._tokens(1) if self.gain > 1.0 else 1, time)
         else:
             self._pause(time)
-        if not self.free:
-            self.known = self.now - self.lag * time
         for request in ended:
             self._start(request)
         self._finish()
@@ -329,8 +333,10 @@ class Batches(Arrivals):
             arrival_step = step + (steps_within(base, growth, wait + self.lag * base, count) if wait > 0.0 else 0)
             poll_step = -(-max(arrival_step, step + 1) // self.receive) * self.receive
             count = min(count, poll_step - step)
+        start = self.now
         self._advance(self._tokens(count) if gain > 1.0 else count, base * count + growth * (count * (count - 1) / 2.0))
-        self.known = max(self.known, self.now - self.lag * (base + growth * (count - 1)))
+        known = self.now - self.lag * (base + growth * (count - 1))
+        self.known = max(self.known, start if self.lag and count == 1 else known)  # without rounding: ends are compared
         self._finish()
 
     def _iterations(self, tokens: int) -> int:

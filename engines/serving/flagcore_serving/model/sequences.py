@@ -7,22 +7,15 @@ from math import inf
 from flagcore_serving.model.price import Price
 from flagcore_serving.model.request import Request
 
+RETRACTED = 20
+"""Tokens that SGLang expects of a sequence after a retraction (0.5.23 `environ.py`: SGLANG_RETRACT_DECODE_STEPS)."""
+
 
 class Group:
     """The sequences that take turns with others in a pipeline. The attributes are those of `Sequences`."""
 
     __slots__ = (
-        "finish",
-        "grown",
-        "heap",
-        "is_closed",
-        "joined",
-        "now",
-        "offset",
-        "phases",
-        "running",
-        "stalled",
-        "step",
+        *("finish", "grown", "heap", "is_closed", "joined", "now", "offset", "phases", "running", "stalled", "step"),
     )
 
     def __init__(self, block: int) -> None:
@@ -45,7 +38,8 @@ class Sequences:
     - `grown`: tokens of blocks that the next step needs; with pipeline stages, those of the group whose turn it is.
       `resting`: those of sequences that were not in the last iteration, so that the engine has not taken them yet.
     - `ending`: times at which requests ended, and their cached tokens (`held`), which are still taken.
-    - `is_closed`: whether none is admitted until a sequence ends: one was refused, and the engine reserves answers.
+    - `is_closed`: whether none is admitted until a sequence ends: one was refused while others ran, and the engine
+      reserves answers. `reserve`: the share that it reserved in the step `since`.
     - `joined`: sequences that joined while others waited for prompts, and since when.
 
     With pipeline stages, which become `free` at times, `step`, `running`, `offset`, `finish`, `heap`, `phases`,
@@ -58,7 +52,7 @@ class Sequences:
         *("reserve", "holders", "used_adapters", "in_slots", "queue", "partial", "loading", "heap", "order", "ending"),
         *("lag", "gain", "made", "now", "known", "held", "stalled", "used", "freed", "link", "promised", "joined"),
         *("step", "running", "offset", "finish", "tickets", "turn", "others", "grown", "resting", "free", "groups"),
-        *("idle_s", "steady", "growth", "marks", "periods", "members", "preemptions", "calls", "receive"),
+        *("idle_s", "steady", "growth", "marks", "periods", "members", "preemptions", "calls", "receive", "since"),
     )
 
     def __init__(self, price: Price) -> None:
@@ -76,7 +70,7 @@ class Sequences:
         self.made = 0.0  # parts of a token
         self.now = self.known = self.held = self.stalled = self.used = self.freed = self.link = self.promised = 0.0
         self.step = self.running = self.offset = self.finish = self.tickets = self.turn = self.others = self.grown = 0
-        self.preemptions = self.steady = self.resting = 0
+        self.preemptions = self.steady = self.resting = self.since = 0
         self.free, self.groups, self.members = list[float](), list[Group](), tuple[int, ...]()
         self.calls, self.idle_s, self.growth = deque[float](), 0.0, 0.0
         if self.lane.stages > 1.0:
@@ -189,6 +183,10 @@ class Sequences:
         before = self.preemptions
         while self.used + self.held > self.capacity and self.running + self.others > 1:
             self._preempt()
+        if self.overheads.falls and self.preemptions > before:
+            outputs = sum([each.output for _, ticket, each in self.heap if each.ticket == ticket])
+            known = outputs - self.finish + self.running * (self.step + RETRACTED - self.lag)
+            self.reserve, self.since = min(known / (outputs + 1.0), 1.0), self.step + 1
         return self.preemptions == before
 
     def _preempt(self) -> None:
