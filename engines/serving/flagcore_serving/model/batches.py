@@ -1,5 +1,6 @@
 """The iterations of one lane of a simulation: the requests they admit, the prompts they compute, and what decodes."""
 
+from collections.abc import Sequence
 from heapq import heappop
 from itertools import islice
 from math import ceil, inf
@@ -44,14 +45,14 @@ class Batches(Arrivals):
             self.is_closed = self.is_closed and bool(self.free)
         return self.known
 
-    def _admit(self, ended: int) -> bool:
+    def _admit(self, started: Sequence[Request] = ()) -> bool:
         """Admit the first request of the queue if a slot and enough cache are free; return whether it was admitted. If
         no other sequence runs, the request is admitted even if the cache is too small.
 
         Requests whose cache is in other tiers first load it, one after the other, while the next ones are admitted
         (vLLM 0.33 `v1/core/sched/scheduler.py`: WAITING_FOR_REMOTE_KVS)."""
-        lane, price, computed = self.lane, self.price, ended
-        ended += len(self.ending)
+        lane, price, computed = self.lane, self.price, len(started)
+        ended = computed + len(self.ending)
         while self.queue and not self.is_closed:
             taken = self.running + self.others + len(self.partial) + len(self.loading) + ended
             if taken >= price.needed:
@@ -72,7 +73,10 @@ class Batches(Arrivals):
             if filled > price.filled:
                 price.filled = filled
             if filled > self.capacity and (self.running or self.others or ended or self.loading):
-                self.is_tight, self.is_closed = self.block != lane.block, self.reserve > 0.0 < self.running
+                if self.block != lane.block:
+                    self._count_blocks(started)
+                    continue
+                self.is_closed = self.reserve > 0.0 < self.running
                 return False
             del self.queue[place]
             if lane.adapters:
@@ -163,12 +167,12 @@ class Batches(Arrivals):
         if partial:
             if not self.free and self._pieces(decoding, budget):
                 return True
-        elif budget > 0.0 and not self._admit(0):
+        elif budget > 0.0 and not self._admit():
             return False
         tokens = pairs = longest = encode = load = 0.0
         ended: list[Request] = []
         most, chunk, continued = budget / lane.ranks, lane.chunk, 0
-        while budget > 0 and (continued < len(partial) or (admits and self._admit(len(ended)))):
+        while budget > 0 and (continued < len(partial) or (admits and self._admit(ended))):
             request = partial[continued]
             total, done = request.prompt + request.made, request.done
             if request.encode or request.load:

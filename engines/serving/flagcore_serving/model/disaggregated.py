@@ -156,7 +156,7 @@ class Disaggregated(Simulation):
         """Give slots to requests whose caches have arrived. Return False, because no prompts are computed here."""
         if not self._has_room():
             return False
-        while self.queue and self._admit(0):
+        while self.queue and self._admit():
             request = self.partial.popleft()
             if request.made:  # the request lost its cache, so this instance computes its prompt again
                 tokens = float(request.prompt + request.made)

@@ -1,6 +1,7 @@
 """The sequences of a simulation that decode, and the cache that they and their prompts take."""
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import inf
 
@@ -48,7 +49,7 @@ class Sequences:
     """
 
     __slots__ = (
-        *("price", "lane", "overheads", "prefix", "capacity", "beside", "block", "is_tight", "is_closed", "phases"),
+        *("price", "lane", "overheads", "prefix", "capacity", "beside", "block", "is_closed", "phases"),
         *("reserve", "holders", "used_adapters", "in_slots", "queue", "partial", "loading", "heap", "order", "ending"),
         *("lag", "gain", "made", "now", "known", "held", "stalled", "used", "freed", "link", "promised", "joined"),
         *("step", "running", "offset", "finish", "tickets", "turn", "others", "grown", "resting", "free", "groups"),
@@ -61,7 +62,7 @@ class Sequences:
         self.reserve: float = self.overheads.reserve
         self.prefix, self.capacity = self.lane.shared_prefix, self.lane.cache_tokens
         self.beside, self.block = self.lane.block - 1.0 + self.lane.fixed, 1
-        self.is_tight, self.is_closed, self.phases, self.holders = False, False, list[int](), Counter[int]()
+        self.is_closed, self.phases, self.holders = False, list[int](), Counter[int]()
         self.used_adapters, self.in_slots = Counter[int](), dict[int, None]()
         self.queue, self.partial, self.loading = deque[Request](), deque[Request](), deque[Request]()
         self.heap, self.order, self.joined = list[tuple[int, int, Request]](), list[Request](), dict[float, int]()
@@ -159,12 +160,12 @@ class Sequences:
                 found, free = found + 1, free - taken
         return min(found, steps)
 
-    def _count_blocks(self) -> None:
-        """Count whole blocks from now on, if they are larger than a token."""
-        self.is_tight = False
+    def _count_blocks(self, started: Sequence[Request] = ()) -> None:
+        """Count whole blocks from now on, if they are larger than a token. `started`: requests whose prompts this
+        iteration completes."""
         if self.block == self.lane.block:
             return
-        self.block, lasting = int(self.lane.block), (*self.partial, *self.loading)
+        self.block, lasting = int(self.lane.block), (*self.partial, *self.loading, *started)
         self.phases, self.used = [0] * self.block, sum(map(self._cached_tokens, lasting))
         sizes = dict([part for request in (*lasting, *self.order) for part in request.parts])
         self.used += sum([size for part, size in sizes.items() if self.holders[part]])
@@ -177,7 +178,7 @@ class Sequences:
     def _has_room(self) -> bool:
         """Preempt sequences until those that run have slots for their last tokens; return whether none was preempted.
         Only then an iteration admits requests."""
-        if self.used + self.held <= self.capacity and not self.is_tight:
+        if self.used + self.held <= self.capacity:
             return True
         self._count_blocks()
         before = self.preemptions
