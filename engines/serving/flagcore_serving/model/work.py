@@ -118,8 +118,9 @@ class Overheads:
       never captured.
     - `whole_unless_latent`: whether models without latent attention compute whole prompts, in iterations of their own
       with at least as many tokens as the context.
-    - `reserve`: share of a request's answer for which the cache must have free space before the request is admitted.
-      `reserved`: the most tokens of an answer that count for it.
+    - `reserve`: share of the remaining answers of running requests for which the cache must have free space, beside
+      the whole answer of a request, before this is admitted; it `falls` with each iteration that decodes, to `least`,
+      until the engine is idle or preempts. `reserved`: the most tokens of an answer that count for it.
     - `embeds_on_host`: whether devices have the head, but never the embedding.
     - `activations_beside`: whether the engine's share is one of the memory that is free before it loads weights, and
       covers only these and the cache.
@@ -191,6 +192,8 @@ class Overheads:
     mixes: bool = True
     whole_unless_latent: bool = False
     reserve: float = 0.0
+    falls: float = 0.0
+    least: float = 0.0
     reserved: float = math.inf
     embeds_on_host: bool = False
     activations_beside: bool = False
