@@ -31,7 +31,7 @@ class Work:
     load, on some or all devices, until it is stopped.
     `reserves_memory`: whether a knob sets the share of the memory that the engine reserves.
     `takes_any_flag`: whether each flag of the engine may be a knob of the space.
-    `plans_with`: patterns of a model's name, and the engine of its plans if the user names none. The first counts.
+    `plans_with`: parts of models' names, and the engine of their plans if the user names none. The first counts.
     `start_seconds`: the time limit in seconds for the start of a trial, in which it imports modules, starts a process
     on each device, builds the model and runs the first step. Chosen by hand. Of a service, it includes the load.
     """

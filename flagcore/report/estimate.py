@@ -263,10 +263,9 @@ SHOWN_RUNS = 3
 def published_table(runs: Sequence[PublishedRun]) -> str:
     """Return a table of published runs. Columns with ~ are predicted."""
     figures = [map(shown, (each.measured, each.predicted, each.mfu)) for each in runs]
-    pairs = zip(runs, figures, strict=True)
     rows = [
-        [each.run, values_text(each.candidate, each.knobs), *shown_figures, each.source]
-        for each, shown_figures in pairs
+        [each.run, values_text(each.candidate, each.knobs), *of_run, each.source]
+        for each, of_run in zip(runs, figures, strict=True)
     ]
     return table([_("run"), _("candidate"), "tok/s/dev", "~tok/s/dev", "mfu", _("source")], rows)
 

@@ -58,7 +58,8 @@ def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
         return config, format_of_weights(config)
     config.pop("quantization_config", None)
     if weights == "fp8" and lower.partition("/")[0] in _NAMES["fp8_blocks"]:
-        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        config["quantization_config"] = blocks | {"modules_to_not_convert": _NAMES["in_16_bits"].get(stem, [])}
     return config, None if weights == "bf16" else weights
 
 

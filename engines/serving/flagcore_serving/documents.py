@@ -34,8 +34,7 @@ KnobInput = bool | Annotated[int, Field(ge=-1, le=2**31)] | Annotated[float, Fie
 """The type of a serving knob's value. The engine's knobs decide which values are valid."""
 Scalar = bool | int | float | Value | None
 _CONVERT_TO_FP8 = ("vllm", "sglang")
-"""Engines that convert weights with `quantization: fp8`: `docs/features/quantization/online.md` of vLLM 0.32, and
-`docs/advanced_features/quantization.md` of SGLang @15dd13e1."""
+"""Engines with `quantization: fp8` for any weights (vLLM 0.32 `quantization/online.md`, SGLang `quantization.md`)."""
 
 
 class BoundSection(Section):

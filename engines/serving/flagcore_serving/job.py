@@ -195,7 +195,7 @@ class ServeSpec(Work):
     has_steps: ClassVar[bool] = False
     reserves_memory: ClassVar[bool] = True
     takes_any_flag: ClassVar[bool] = True
-    plans_with: ClassVar[tuple[tuple[str, str], ...]] = (("(?i)gguf", "llamacpp"), ("", "vllm"))
+    plans_with: ClassVar[tuple[tuple[str, str], ...]] = (("gguf", "llamacpp"), ("", "vllm"))
     start_seconds: ClassVar[float] = 1200.0  # servers load their weights and compile before the load begins
 
     loads: tuple[Load, ...]

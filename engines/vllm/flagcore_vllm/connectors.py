@@ -18,7 +18,7 @@ from flagcore.errors import SpecError
 from flagcore_vllm import json_flags
 
 CONFIG = "kv-transfer-config"
-LMCACHE = ("LMCacheConnectorV1", "LMCacheMPConnector")
+LMCACHE = "LMCacheConnectorV1"
 OFFLOADING = {None: 0.0, "OffloadingConnector": 0.0, "SimpleCPUOffloadConnector": 8.0 * 2**30}
 """The connectors of vLLM itself, each with its default bytes. None: that of kv-offloading-size."""
 STORE, KVBM, SEVERAL = "MooncakeStoreConnector", "DynamoConnector", "MultiConnector"
@@ -75,7 +75,7 @@ def tier_bytes(args: Mapping[str, EngineArg], envs: Mapping[str, str], ranks: fl
         if name in OFFLOADING:
             per_rank = ranks * _number(extra.get("cpu_bytes_to_use_per_rank"), CONFIG)
             total["host"] += per_rank or _number(extra.get("cpu_bytes_to_use"), CONFIG, OFFLOADING[name])
-        elif name in LMCACHE:
+        elif name == LMCACHE:
             if envs.get("LMCACHE_LOCAL_CPU", "true").lower() in ("true", "1"):
                 total["host"] += ranks * GB * of_variable("LMCACHE_MAX_LOCAL_CPU_SIZE", 5.0)
             if envs.get("LMCACHE_LOCAL_DISK"):

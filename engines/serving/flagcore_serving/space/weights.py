@@ -35,9 +35,7 @@ _CONFIG = "config.json"
 def check_directory(spec: Spec) -> None:
     """Raise SpecError unless the weights are a directory with a config.json and agree with the spec's precision.
 
-    A quantized precision needs quantized weights, or flags that quantize them. Engines serve weights as they are
-    stored: with fp8 in the spec and unquantized weights, predictions for fp8 would be compared with measurements in
-    bf16.
+    A quantized precision needs quantized weights, or flags that quantize them: others are served as they are stored.
     """
     weights, precision = spec.serve.weights, spec.serve.precision
     if weights is None or not os.path.isfile(os.path.join(weights, _CONFIG)):

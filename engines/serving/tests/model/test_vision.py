@@ -331,7 +331,7 @@ def test_a_connector_may_set_the_room_on_the_host() -> None:
     [
         ({"kv_connector": "LMCacheConnectorV1"}, {}, {"host": 2 * 5.0}),
         (
-            {"kv_connector": "LMCacheMPConnector"},
+            {"kv_connector": "LMCacheConnectorV1"},
             {"LMCACHE_LOCAL_CPU": "False", "LMCACHE_LOCAL_DISK": "file:///x", "LMCACHE_MAX_LOCAL_DISK_SIZE": "9"}
             | {"LMCACHE_REMOTE_URL": "lm://x:65432"},
             {"disk": 18.0, "store": np.inf},
@@ -344,7 +344,7 @@ def test_a_connector_may_set_the_room_on_the_host() -> None:
             {},
             {"store": np.inf},
         ),
-        ({"kv_connector": "NixlConnector"}, {"LMCACHE_MAX_LOCAL_CPU_SIZE": "x"}, {}),  # a variable of others
+        ({"kv_connector": "LMCacheMPConnector"}, {"LMCACHE_MAX_LOCAL_CPU_SIZE": "x"}, {}),  # a variable of others
     ],
 )
 def test_connectors_have_tiers(config: Any, envs: dict[str, str], gib: dict[str, float]) -> None:
