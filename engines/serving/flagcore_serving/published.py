@@ -8,6 +8,7 @@
 - Experts on several hosts have the copies, load balancer, chunks and overlap of published recipes, unless the record
   has one of these or an exchange, and the exchange of published runs, unless it has one.
 - Lengths that only the client of InferenceX or of an engine's own pages has are drawn from the range of that client.
+- TP is EP where aiconfigurator's table has their product (TP 64 with EP 8; InferenceX's recipes have TP 8).
 - Other settings come from the engine's `PublishedRuns`, flags only with the lengths of InferenceX, then from its
   defaults.
 """
@@ -65,6 +66,8 @@ def published(engine: EngineProfile, task: Task, values: Mapping[str, KnobValue]
         known = release(serve.engine_version or "") or ()
         written = {name: each for name, (since, each) in runs.generated.items() if known >= (release(since) or ())}
         assumed |= {name: each for name, each in written.items() if name not in parsed}
+    if GENERATOR in notes and (experts := count(parsed, EP)) ** 2 == count(parsed, TP) > chip.devices_per_node:
+        assumed[TP] = experts
     parsed |= assumed
     noted = frozenset(assumed)
     if UNASKED in notes and (first := task.cluster.groups[0]).cpus_per_node is None:
@@ -73,10 +76,8 @@ def published(engine: EngineProfile, task: Task, values: Mapping[str, KnobValue]
     if runs.memory_flag and _weights_share(task, parsed) > CROWDED_SHARE:
         serve = replace(serve, engine_args={runs.memory_flag: RAISED_SHARE, **serve.engine_args})
     # The space must contain the value of PREFILL_DECODE, which is possibly not among those of `auto`.
-    kinds = parsed.get(PREFILL_DECODE)
-    space = {**task.spec.space, PREFILL_DECODE: (kinds,)} if kinds else {**task.spec.space}
-    space |= {name: (parsed[name],) for name in EXCHANGES if parsed.get(name) is not None}
-    task = replace(task, spec=replace(task.spec, work=serve, space=space))
+    space = {name: (parsed[name],) for name in (PREFILL_DECODE, *EXCHANGES) if parsed.get(name)}
+    task = replace(task, spec=replace(task.spec, work=serve, space={**task.spec.space, **space}))
     return Published(task, parsed, noted, _assumed(engine, task, parsed, noted))
 
 
@@ -121,11 +122,10 @@ def _as_in_production(engine: EngineProfile, task: Task, values: Mapping[str, Kn
 def _assumed(
     engine: EngineProfile, task: Task, values: Mapping[str, KnobValue], noted: Collection[str]
 ) -> Sequence[str]:
-    """Return warnings that name the assumed values: those of commands that GENERATOR wrote, and of the recipes of
-    experts on several hosts."""
+    """Return warnings that name the assumed values of GENERATOR, and of recipes of experts on several hosts."""
     words = {knob.name: knob.words for knob in engine.knobs}
     found = {name: values[name] for name in noted if name in values}
-    written = {name: found.pop(name) for name in engine.published_runs.generated if name in found}
+    written = {name: found.pop(name) for name in (*engine.published_runs.generated, TP) if name in found}
     lines = [f"{name} = {json.dumps(value)} is assumed, as {GENERATOR} sets it" for name, value in written.items()]
     if CPUS in noted:
         lines.append(f"{CPUS} = {UNASKED_CPUS} is assumed: the job of {UNASKED} asks for no CPUs")

@@ -425,6 +425,8 @@ def test_generated_servers_mix_prompts_and_decoding(
     assert values.get("enable_mixed_chunk") is expected
     assert noted == ({"enable_mixed_chunk"} if expected else set())
     assert any("aiconfigurator" in each for each in warnings) is bool(expected)
+    values = SGLANG.published(made, {"tensor_model_parallel_size": 16, "expert_model_parallel_size": 4}, source)[1]
+    assert values["tensor_model_parallel_size"] == (4 if "aiconfigurator" in source else 16)
 
 
 @pytest.mark.parametrize(("source", "expected"), [("InferenceX experimental", 2), ("", None)])
