@@ -32,8 +32,6 @@ from flagcore.physics.roofline import Roofline
 from tests.product.serving_inputs import CHIP, DENSE, EXPERTS, LATENT, costs, settings
 
 LOAD = Load(input_len=1024, output_len=128, concurrency=32, num_prompts=64)
-
-
 GIB = float(1 << 30)
 RECIPES = {RECEIVE: 30, "max-prefill-tokens": 32768}
 
