@@ -384,8 +384,7 @@ def test_the_cache_takes_the_remaining_memory() -> None:
 
 
 def test_the_cache_may_be_a_share_of_what_is_free_before_weights_are_loaded_or_of_what_all_else_leaves() -> None:
-    """The first is SGLang's (`_profile_available_bytes`)."""
-    found, held = memory(serving(activations_beside=True)), costs().memory
+    found, held = memory(serving(activations_beside=True)), costs().memory  # SGLang's `_profile_available_bytes`
     free = held.capacity_bytes() - held.device_used_bytes(np.zeros(1))
     assert found.cache == pytest.approx(72e9 / held.capacity_bytes() * free - found.weights)
     found = memory(serving(), rest_share=0.9)
