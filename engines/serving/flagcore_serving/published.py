@@ -8,6 +8,7 @@
 - Experts on several hosts have the copies, load balancer, chunks and overlap of published recipes, unless the record
   has one of these or an exchange, and the exchange of published runs, unless it has one.
 - Lengths that only the client of InferenceX or of an engine's own pages has are drawn from the range of that client.
+- TP and EP are those of InferenceX's recipes where aiconfigurator's table has a square (TP 64, EP 8: 8; TP 4, DP 4: 4).
 - Other settings come from the engine's `PublishedRuns`, flags only with the lengths of InferenceX, then from its
   defaults.
 """
@@ -38,16 +39,15 @@ WIDE_RECIPE = (common_knobs.EXCHANGE, common_knobs.OVERLAP, common_knobs.REDUNDA
 """Knobs that describe how experts on several hosts are served. A record with one of them has its own recipe."""
 EXCHANGES = (common_knobs.EXCHANGE, common_knobs.PREFILL_EXCHANGE)
 INFERENCEX = ((1024, 1024), (1024, 8192), (8192, 1024))
-"""Lengths of InferenceX's prompts and answers. Its client draws them from a range, and its recipes set flags. It sends
-`WAVES_IN_FLIGHT` requests per client."""
+"""Lengths of InferenceX's prompts and answers. Its client sends `WAVES_IN_FLIGHT` requests per client."""
+LAYOUT = (TP, DP, EP)
 GENERATOR = "aiconfigurator"
 """The source of records of servers whose commands this generator of NVIDIA wrote."""
 UNASKED, UNASKED_CPUS, CPUS = "InferenceX experimental", 2, "cluster.cpus_per_node"
 """The source of records of a Slurm job that asks for devices, but for no CPUs (SemiAnalysisAI/InferenceX
 `experimental/token_position_decode_slo`), and what it gets by default: one core, with two hardware threads."""
 CROWDED_SHARE, RAISED_SHARE = 0.8, 0.95
-"""Published runs raise the engine's memory share to `RAISED_SHARE` if the weights take more than `CROWDED_SHARE` of a
-device's memory."""
+"""Share of a device's memory for the weights above which published runs raise the engine's share, and to what."""
 
 
 def published(engine: EngineProfile, task: Task, values: Mapping[str, KnobValue], notes: str) -> Published:
@@ -60,7 +60,10 @@ def published(engine: EngineProfile, task: Task, values: Mapping[str, KnobValue]
     if runs.release and release(version) is None and not build_of(engine.program.overheads, version):
         serve = replace(serve, engine_version=runs.release)
     serve, lengths = _as_sent(serve, runs, task.spec.model.name), (serve.loads[0].input_len, serve.loads[0].output_len)
-    assumed = _as_in_production(engine, task, parsed)
+    sizes, ranks = [count(parsed, each) for each in LAYOUT], math.isqrt(count(parsed, TP) * count(parsed, DP))
+    is_squared = ranks**2 > chip.devices_per_node and sizes in ([ranks**2, 1, ranks], [ranks, ranks, ranks**2])
+    run = dict(zip(LAYOUT, (ranks, 1, ranks), strict=True)) if GENERATOR in notes and is_squared else {}
+    assumed = run | _as_in_production(engine, task, {**parsed, **run})
     if GENERATOR in notes and lengths not in INFERENCEX and not parsed.get(PREFILL_DECODE) and count(parsed, PP) == 1:
         known = release(serve.engine_version or "") or ()
         written = {name: each for name, (since, each) in runs.generated.items() if known >= (release(since) or ())}
@@ -73,10 +76,8 @@ def published(engine: EngineProfile, task: Task, values: Mapping[str, KnobValue]
     if runs.memory_flag and _weights_share(task, parsed) > CROWDED_SHARE:
         serve = replace(serve, engine_args={runs.memory_flag: RAISED_SHARE, **serve.engine_args})
     # The space must contain the value of PREFILL_DECODE, which is possibly not among those of `auto`.
-    kinds = parsed.get(PREFILL_DECODE)
-    space = {**task.spec.space, PREFILL_DECODE: (kinds,)} if kinds else {**task.spec.space}
-    space |= {name: (parsed[name],) for name in EXCHANGES if parsed.get(name) is not None}
-    task = replace(task, spec=replace(task.spec, work=serve, space=space))
+    space = {name: (parsed[name],) for name in (PREFILL_DECODE, *EXCHANGES) if parsed.get(name)}
+    task = replace(task, spec=replace(task.spec, work=serve, space={**task.spec.space, **space}))
     return Published(task, parsed, noted, _assumed(engine, task, parsed, noted))
 
 
@@ -100,7 +101,7 @@ def _as_in_production(engine: EngineProfile, task: Task, values: Mapping[str, Kn
     runs, experts, group = engine.published_runs, task.spec.model.experts, task.cluster.groups[0]
     pair, fixed = values.get(PREFILL_DECODE), engine.program.parse(task.spec).fixed
     layouts = [each.layout for each in language(roles(str(pair)))] if pair else [{}]
-    sizes = [{name: int(each.get(name, values.get(name)) or 1) for name in (TP, DP, EP)} for each in layouts]
+    sizes = [{name: int(each.get(name, values.get(name)) or 1) for name in LAYOUT} for each in layouts]
     wide = [each for each in sizes if each[EP] > 1 and each[DP] > 1]
     ranks = [each[TP] * each[DP] for each in wide]
     recipe = {*WIDE_RECIPE, runs.wide_chunk[0]}
@@ -121,11 +122,10 @@ def _as_in_production(engine: EngineProfile, task: Task, values: Mapping[str, Kn
 def _assumed(
     engine: EngineProfile, task: Task, values: Mapping[str, KnobValue], noted: Collection[str]
 ) -> Sequence[str]:
-    """Return warnings that name the assumed values: those of commands that GENERATOR wrote, and of the recipes of
-    experts on several hosts."""
+    """Return warnings that name the assumed values of GENERATOR, and of recipes of experts on several hosts."""
     words = {knob.name: knob.words for knob in engine.knobs}
     found = {name: values[name] for name in noted if name in values}
-    written = {name: found.pop(name) for name in engine.published_runs.generated if name in found}
+    written = {name: found.pop(name) for name in (*engine.published_runs.generated, *LAYOUT) if name in found}
     lines = [f"{name} = {json.dumps(value)} is assumed, as {GENERATOR} sets it" for name, value in written.items()]
     if CPUS in noted:
         lines.append(f"{CPUS} = {UNASKED_CPUS} is assumed: the job of {UNASKED} asks for no CPUs")

@@ -380,17 +380,14 @@ def test_the_cache_takes_the_remaining_memory() -> None:
     assert found.cache_tokens == pytest.approx(rest / (36 * 2 * 8 * 128 * 2))
     assert memory(serving(), max_batched_tokens=65536).cache[0] < found.cache[0]
     assert memory(serving(), graph_tokens=0).cache[0] > found.cache[0]
+    assert memory(serving(), cache_bytes=4.0 * GIB).cache[0] == 4 * GIB
 
 
-def test_an_engine_may_count_activations_outside_its_share() -> None:
-    """Its share is one of what is free before weights are loaded (SGLang `_profile_available_bytes`)."""
-    found, held = memory(serving(activations_beside=True)), costs().memory
+def test_the_cache_may_be_a_share_of_what_is_free_before_weights_are_loaded_or_of_what_all_else_leaves() -> None:
+    found, held = memory(serving(activations_beside=True)), costs().memory  # SGLang's `_profile_available_bytes`
     free = held.capacity_bytes() - held.device_used_bytes(np.zeros(1))
     assert found.cache == pytest.approx(72e9 / held.capacity_bytes() * free - found.weights)
-
-
-def test_the_cache_may_be_a_share_of_what_all_else_leaves_free() -> None:
-    found, held = memory(serving(), rest_share=0.9), costs().memory
+    found = memory(serving(), rest_share=0.9)
     rest = held.capacity_bytes() - held.device_used_bytes(found.weights + found.activations + found.graphs)
     assert found.cache == pytest.approx(0.9 * rest, rel=1e-3)
 
@@ -400,10 +397,6 @@ def test_experts_in_mxfp4_may_have_padded_rows() -> None:
     stored = replace(serving(public_model("openai/gpt-oss-120b"), pads_mxfp4=256), weight_bytes=17 / 32)
     found = weight_bytes(replace(stored, wide=frozenset({"attention"})), settings())[0]
     assert found / GIB == pytest.approx(64.38, rel=0.01)
-
-
-def test_a_cache_size_that_is_set_is_used() -> None:
-    assert memory(serving(), cache_bytes=4.0 * GIB).cache[0] == 4 * GIB
 
 
 def test_attention_ranks_have_separate_caches() -> None:

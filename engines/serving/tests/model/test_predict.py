@@ -17,6 +17,7 @@ from flagcore_serving.model.predict import crowding, serving_of
 from flagcore_serving.model.predict import predict as predict_engine
 from flagcore_serving.model.simulated_load import STEADY_RATIO
 from flagcore_serving.model.work import UNFITTED, overheads_of
+from flagcore_serving.published import LAYOUT
 from flagcore_serving.space.placement import uniform_kinds
 from flagcore_sglang.engine import ENGINE as SGLANG
 from flagcore_sglang.servers import RECEIVE
@@ -32,8 +33,6 @@ from flagcore.physics.roofline import Roofline
 from tests.product.serving_inputs import CHIP, DENSE, EXPERTS, LATENT, costs, settings
 
 LOAD = Load(input_len=1024, output_len=128, concurrency=32, num_prompts=64)
-
-
 GIB = float(1 << 30)
 RECIPES = {RECEIVE: 30, "max-prefill-tokens": 32768}
 
@@ -425,9 +424,11 @@ def test_generated_servers_mix_prompts_and_decoding(
     load = Load(input_len=lengths[0], output_len=lengths[1], concurrency=20, num_prompts=None)
     made = task(load, engine="sglang", engine_version=version)
     _, values, noted, warnings = SGLANG.published(made, {}, source)
-    assert values.get("enable_mixed_chunk") is expected
-    assert noted == ({"enable_mixed_chunk"} if expected else set())
+    assert (values.get("enable_mixed_chunk"), noted) == (expected, {"enable_mixed_chunk"} if expected else set())
     assert any("aiconfigurator" in each for each in warnings) is bool(expected)
+    for sizes in ((16, 1, 4), (4, 4, 16)):
+        values = VLLM.published(made, dict(zip(LAYOUT, sizes, strict=True)), source)[1]
+        assert tuple(values[name] for name in LAYOUT) == ((4, 1, 4) if "aiconfigurator" in source else sizes)
 
 
 @pytest.mark.parametrize(("source", "expected"), [("InferenceX experimental", 2), ("", None)])
