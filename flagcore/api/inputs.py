@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from flagcore import plugins
 from flagcore.api.notes import LOG, warn, warn_about_problem
 from flagcore.contracts import Problem
 from flagcore.domain.chip import unknown_chip_hint
@@ -19,20 +20,7 @@ from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.spec import AUTO, HOSTFILE, LOCAL, Spec
 from flagcore.errors import FlagError, NoDevice, SpecError, UsageError, join_errors
 from flagcore.i18n import N_, _
-from flagcore.plugins import (
-    LAUNCHERS,
-    SECTIONS,
-    STRATEGIES,
-    LoadedPlugins,
-    engine_of,
-    engines,
-    kinds,
-    launcher,
-    load_plugins,
-    names,
-    strategy,
-    with_overlay,
-)
+from flagcore.plugins import LoadedPlugins
 from flagcore.report.formats import as_yaml
 from flagcore.spec.clusters import without_spares
 from flagcore.spec.convert import check_engines, engines_of, parse_spec, select_engine
@@ -97,7 +85,7 @@ def about_sections(spec: SpecLike, tokens: int, step_s: Sequence[float]) -> Iter
     """Yield what the sections of a valid spec say about a plan with steps of `tokens` tokens, as `Section.about_plan`.
     `step_s`: the seconds of a step, the expected ones first."""
     file, data = spec_data(spec)
-    for key, (kind, _default) in engines(data).sections(data).items():
+    for key, (kind, _default) in plugins.engines(data).sections(data).items():
         section = checked(kind, data[key], Context(file=str(file), data=data))
         yield section.about_plan([tokens / each for each in step_s])
 
@@ -111,7 +99,8 @@ def with_limits(spec: SpecLike, limits: Iterable[str], rate: float | str | None 
     if "serve" not in data:
         text = N_("--slo and --rate are for servers, but {file} has no section {section}")
         raise UsageError(_(text, file=file, section="serve"))
-    return changed_spec(LoadedSpec(file, data), import_module(kinds()["serve"].documents).changes_of_load(limits, rate))
+    documents = import_module(plugins.kinds()["serve"].documents)
+    return changed_spec(LoadedSpec(file, data), documents.changes_of_load(limits, rate))
 
 
 def with_settings(spec: SpecLike, settings: Iterable[str]) -> LoadedSpec:
@@ -143,7 +132,7 @@ def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[
 
 def without_budget(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a spec without the keys that may change when a run is resumed."""
-    kept = {key: each for key, each in with_fidelity(data).items() if key not in names(SECTIONS)}
+    kept = {key: each for key, each in with_fidelity(data).items() if key not in plugins.names(plugins.SECTIONS)}
     if control := (kept.get("auto_tuner") or {}).get("control"):
         fixed = {key: value for key, value in control.items() if key not in ("max_trials", "max_time")}
         kept["auto_tuner"] = {**kept["auto_tuner"], "control": fixed}
@@ -158,7 +147,7 @@ def with_absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
     """Return a spec's data with absolute paths, so that a copy in another folder is equivalent."""
     resolved = deepcopy(dict(data))
     paths = list[tuple[str, ...]](PATHS)
-    jobs = kinds()
+    jobs = plugins.kinds()
     for kind in jobs:
         work = resolved.get(kind)
         if work and work.get("command"):
@@ -203,7 +192,7 @@ def knobs_of_spec(data: Mapping[str, Any], used: Iterable[str] = (), without: Co
     engine, knobs = _engine_name(data), {}
     if engine is not None:
         with suppress(FlagError, KeyError):
-            knobs = {knob.name: knob for knob in engines(data)[engine].knobs}
+            knobs = {knob.name: knob for knob in plugins.engines(data)[engine].knobs}
         if without is not None and set(used) - knobs.keys():
             knobs |= {knob.name: knob for knob in _knobs_of_plugins(engine, without)}
     return knobs
@@ -211,26 +200,26 @@ def knobs_of_spec(data: Mapping[str, Any], used: Iterable[str] = (), without: Co
 
 def _knobs_of_plugins(engine: str, without: Collection[str]) -> tuple[Knob, ...]:
     """Return the knobs that plugins and measured choices add to an engine. Their failures are reported later."""
-    return with_overlay(load_plugins(without), LOG.debug).knobs_on_any_chip(engine)
+    return plugins.with_overlay(plugins.load_plugins(without), LOG.debug).knobs_on_any_chip(engine)
 
 
 def labels_of_spec(data: Mapping[str, Any]) -> Labels:
     """Return the labels of the engine of a spec. They are empty if the engine is not installed."""
     with suppress(FlagError, KeyError):
-        labels: Labels = engines(data)[_engine_name(data) or ""].plans.labels
+        labels: Labels = plugins.engines(data)[_engine_name(data) or ""].plans.labels
         return labels
     return Labels()
 
 
 def _engine_name(data: Mapping[str, Any]) -> str | None:
     """Return the name of the first engine that a spec names, or None."""
-    return next(iter(engines_of(data, kinds())), None)
+    return next(iter(engines_of(data, plugins.kinds())), None)
 
 
 @contextmanager
 def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
     """Load the plugins, with what an overlay adds. When the context ends, warn about each failure."""
-    loaded = with_overlay(load_plugins(without), LOG.warning)
+    loaded = plugins.with_overlay(plugins.load_plugins(without), LOG.warning)
     try:
         yield loaded
     finally:
@@ -260,7 +249,7 @@ def open_spec(
     """
     spec = change(read_spec(source, chip, without))
     with loaded_plugins(without) as loaded:
-        problem = build_problem(spec, loaded, engine_of(spec.work), plan=plan, on_usual=on_usual)
+        problem = build_problem(spec, loaded, plugins.engine_of(spec.work), plan=plan, on_usual=on_usual)
     warn_about_problem(problem)
     return OpenedSpec(spec, loaded, problem)
 
@@ -283,7 +272,7 @@ def _parsed(data: Mapping[str, Any], path: Path, without: Collection[str], base:
     """
     file, base = str(path), base or path.parent
     tuner = tuner if isinstance(tuner := data.get("auto_tuner"), Mapping) else {}
-    installed, unknown_names = engines(data), list(_unknown_names(tuner, file))
+    installed, unknown_names = plugins.engines(data), list(_unknown_names(tuner, file))
     plugin_knobs = _plugin_knobs(data, tuner, installed, without)
     try:
         spec = parse_spec(data, file=file, base=base, engines=installed, plugin_knobs=plugin_knobs)
@@ -315,7 +304,7 @@ def _plugin_knobs(
     engine_names = {name for knob in knobs_of_spec(data).values() for name in knob.names} if names else set()
     found = _knobs_of_plugins(engine, without) if names - engine_names - {engine} else ()
     if names - engine_names - {engine, *(knob.name for knob in found)}:
-        with_overlay(load_plugins(without), LOG.warning).knobs_on_any_chip(engine)
+        plugins.with_overlay(plugins.load_plugins(without), LOG.warning).knobs_on_any_chip(engine)
     return [knob for knob in found if knob.name not in engine_names]
 
 
@@ -323,7 +312,7 @@ def _min_nodes_error(spec: Spec) -> str:
     """Return why trials cannot continue on fewer nodes, or an empty string if they can or `min_nodes` is not set."""
     if spec.cluster.min_nodes is None:
         return ""
-    if not engine_of(spec.work).replicas:
+    if not plugins.engine_of(spec.work).replicas:
         return _("needs an engine with data-parallel replicas")
     if not spec.on_each_host:
         return _("needs auto_tuner.launcher and hosts")
@@ -342,9 +331,9 @@ def _with_launcher(spec: Spec, any_number: bool) -> Spec:
     needs_launcher = not (cluster.hosts or cluster.groups) and (any_number or cluster.nodes > 1)
     if not needs_launcher or work.starts_itself:
         return spec
-    for name in names(LAUNCHERS):
+    for name in plugins.names(plugins.LAUNCHERS):
         try:
-            if launcher(name).has_allocation():
+            if plugins.launcher(name).has_allocation():
                 return replace(spec, launcher=name)
         except NoDevice as error:
             warn([error])
@@ -354,7 +343,7 @@ def _with_launcher(spec: Spec, any_number: bool) -> Spec:
 def _with_hosts(spec: Spec) -> Spec:
     """Add the hosts that the launcher finds to a spec without hosts. Raises SpecError if it finds too few."""
     cluster, at_most = spec.cluster, spec.trial_nodes + spec.cluster.spares
-    hosts = () if cluster.hosts or spec.launcher == LOCAL else launcher(spec.launcher).find_hosts(at_most)
+    hosts = () if cluster.hosts or spec.launcher == LOCAL else plugins.launcher(spec.launcher).find_hosts(at_most)
     if HOSTFILE in " ".join(spec.work.command or ()) and not (hosts or cluster.hosts):
         error_text, fix = _("uses {name}, but no hosts are known", name=HOSTFILE), _("list them in cluster.hostfile")
         key, value = f"{spec.work.kind}.command", " ".join(spec.work.command or ())
@@ -372,9 +361,12 @@ def _with_hosts(spec: Spec) -> Spec:
 
 def _unknown_names(tuner: Mapping[str, Any], file: str) -> Iterator[SpecError]:
     """Yield an error for a strategy or a launcher that is not installed."""
-    for key, group, find in (("strategy", STRATEGIES, strategy), ("launcher", LAUNCHERS, launcher)):
+    for key, group, find in (
+        ("strategy", plugins.STRATEGIES, plugins.strategy),
+        ("launcher", plugins.LAUNCHERS, plugins.launcher),
+    ):
         name = tuner.get(key)
-        if isinstance(name, str) and name not in names(group):
+        if isinstance(name, str) and name not in plugins.names(group):
             try:
                 find(name)
             except SpecError as error:
@@ -385,7 +377,7 @@ def _unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iter
     sections: list[tuple[KeyPath, Any]] = [(("cluster",), cluster)]
     if isinstance(cluster, Mapping) and isinstance(cluster.get("groups"), list):
         sections = [(("cluster", "groups", place), group) for place, group in enumerate(cluster["groups"])]
-    chips = load_plugins(without).chips()
+    chips = plugins.load_plugins(without).chips()
     for at, section in sections:
         name = section.get("chip") if isinstance(section, Mapping) else None
         if isinstance(name, str) and name != AUTO and not any(chip.matches_name(name) for chip in chips):
@@ -406,17 +398,17 @@ def check_spec(spec: SpecLike, without: Collection[str] = (), base: Path | None 
     to `base`, by default the folder of the file.
     """
     file, data = spec_data(spec)
-    several, failed = engines_of(data, kinds()), list[SpecError]()
+    several, failed = engines_of(data, plugins.kinds()), list[SpecError]()
     if len(several) < 2:
         _parsed(data, file, without, base)
         return
     try:
-        check_engines(data, file=str(file), base=base or file.parent, engines=engines())
+        check_engines(data, file=str(file), base=base or file.parent, engines=plugins.engines())
     except SpecError as error:
         raise join_errors([*error.problems, *_unknown_chips(data.get("cluster"), str(file), without)]) from None
     for name in several:
         try:
-            _parsed(select_engine(data, name, kinds()), file, without, base)
+            _parsed(select_engine(data, name, plugins.kinds()), file, without, base)
         except SpecError as error:
             failed.append(error)
     if len(failed) == len(several):

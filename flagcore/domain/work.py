@@ -31,7 +31,7 @@ class Work:
     load, on some or all devices, until it is stopped.
     `reserves_memory`: whether a knob sets the share of the memory that the engine reserves.
     `takes_any_flag`: whether each flag of the engine may be a knob of the space.
-    `plans_with`: the engine of a plan for a model if the user names none. Empty for kinds that such plans do not use.
+    `plans_with`: patterns of a model's name, and the engine of its plans if the user names none. The first counts.
     `start_seconds`: the time limit in seconds for the start of a trial, in which it imports modules, starts a process
     on each device, builds the model and runs the first step. Chosen by hand. Of a service, it includes the load.
     """
@@ -46,7 +46,7 @@ class Work:
     has_steps: ClassVar[bool] = True
     reserves_memory: ClassVar[bool] = False
     takes_any_flag: ClassVar[bool] = False
-    plans_with: ClassVar[str] = ""
+    plans_with: ClassVar[tuple[tuple[str, str], ...]] = ()
     start_seconds: ClassVar[float] = 300.0
 
     engine: str

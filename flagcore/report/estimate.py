@@ -224,7 +224,7 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
         _("faster, but without a margin of memory"): estimate.crowded,
     }
     lines = [record_line(name, record, estimate.knobs) for name, record in others.items() if record]
-    if estimate.gain:
+    if estimate.gain and estimate.gain > 0.0:
         lines[0] += "; " + _("recommended: {gain}", gain="~" + gain_text(estimate.objective, estimate.gain))
     yield "\n" + "\n".join(lines) + "\n\n" + funnel(estimate.counts), False
     if estimate.mixing:
@@ -307,6 +307,8 @@ def _recommended_text(estimate: Estimate) -> str:
     nearest = nearest_limit(flat_statistics(best), estimate.limits)
     limit = "; " + _("nearest limit: {limit}", limit=nearest[0]) if nearest else ""
     if not estimate.behind > 0.0:
+        if not estimate.crowded and (estimate.gain or 0.0) < 0.0:
+            return _("* the fastest of the space, but slower than the baseline: keep the baseline") + limit
         if "last" not in best and any("last" in each for each in estimate.candidates):
             return _("* recommended: the fastest of those not listed last") + limit
         is_timed, least = "step_time_s" in best, N_("* recommended: the one with the least memory")

@@ -37,7 +37,6 @@ from flagcore_megatron.mixed.planner import with_meshes as with_planned_meshes
 from flagcore_megatron.mixed.rules import merges_with_meshes, with_meshes
 from flagcore_megatron.program.unmodelled import unmodelled
 from flagcore_megatron.space import knobs, meshes, options, production
-from flagcore_megatron.space import knobs as knob_rows
 from flagcore_megatron.space import rules as legality
 from flagcore_megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
 from flagcore_megatron.space.meshes import CP, DP, EP, MICROBATCHES, PP, SP, TP
@@ -49,7 +48,7 @@ from flagcore_megatron.start import MegatronProbes
 class MegatronBounds(Bounds):
     """Bounds for all values of the knobs of recompute."""
 
-    knobs = tuple(knob.name for knob in knobs.SPACE_KNOBS if knob.name not in meshes.RECOMPUTE_KNOBS)
+    knobs = tuple(knob.name for knob in SPACE_KNOBS if knob.name not in meshes.RECOMPUTE_KNOBS)
 
     def seconds(self, task: Task, columns: Columns, costs: Costs) -> FloatArray:
         return prediction.least_seconds(task, columns, costs)
@@ -154,7 +153,7 @@ class Megatron(Engine):
 
     name = "megatron"
     kind = "train"
-    knobs: tuple[Knob, ...] = knob_rows.KNOBS
+    knobs: tuple[Knob, ...] = knobs.KNOBS
     modules: Mapping[str, str] = start.MODULES
     failures = FAILURES
     replicas = DP
@@ -200,7 +199,7 @@ class Megatron(Engine):
     # The search space
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
-        return knob_rows.axes(task)
+        return knobs.axes(task)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         absent_targets(task.spec.model, task.spec.train.adapter)
@@ -213,7 +212,7 @@ class Megatron(Engine):
         return merges_with_meshes(task, legality.merges(task))
 
     def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-        return knob_rows.columns(task, values)
+        return knobs.columns(task, values)
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
         return (UselessSelectiveRecompute(task),) if task.spec.train.attention == "flash" else ()

@@ -15,16 +15,6 @@ from flagcore.spec.jobs import AnyRecord, ReadRecord, reject_misplaced_keys
 from flagcore.spec.knobs import baseline_section, candidate_of, candidate_section, space_of, space_section
 from flagcore.spec.models import ModelInput
 from flagcore.spec.plain_data import spec_error
-from flagcore.spec.schema import (
-    AdapterSection,
-    CommonSection,
-    Count,
-    Length,
-    TunerSection,
-    adapter_of,
-    command_of,
-    with_fields,
-)
 from flagcore.spec.validate import Context, Folder, RecordSection, Section, checked, keys_of_record, rule
 from flagcore_rl.job import SPREAD, Lengths, RlSpec, RolloutRole, TrainerRole
 
@@ -40,7 +30,7 @@ class LengthsSection(Section):
     """Length at which prompts or answers are cut; null: the longest of the histogram or file."""
     spread: Annotated[float, Field(ge=0, le=5)] = SPREAD
     """Standard deviation of the logarithm of lengths with a mean, before they are cut; 0: all are equal."""
-    histogram: Annotated[dict[Length, Count], Field(min_length=1)] | None = None
+    histogram: Annotated[dict[schema.Length, schema.Count], Field(min_length=1)] | None = None
     """Counts or shares of prompts or answers by their length."""
     file: Folder | None = None
     """Text file with a length on each line, such as those of a log, relative to the spec."""
@@ -83,7 +73,7 @@ class TrainerSection(RecordSection):
 
     engine: Literal["megatron", "fsdp2"]
     settings: dict[str, Scalar] = Field(default={})
-    adapter: Annotated[AdapterSection, rule(adapter_of)] | None = None
+    adapter: Annotated[schema.AdapterSection, rule(schema.adapter_of)] | None = None
 
 
 @keys_of_record(RolloutRole)
@@ -152,7 +142,7 @@ def work_of(section: RlJob, **more: Any) -> RlSpec:
 
 def rl_of(section: RlSection, context: Context) -> RlSpec:
     """Return the job that a section describes. By default, the user's command runs in the spec's folder."""
-    started = command_of(section.command, section.directory, context)
+    started = schema.command_of(section.command, section.directory, context)
     return work_of(section, engine_version=section.engine_version, context=_context_of(context), **started)
 
 
@@ -165,12 +155,12 @@ def _context_of(context: Context) -> int | None:
     return context_at(str(path if path.exists() else model)) if path else None
 
 
-class RlDocument(CommonSection):
+class RlDocument(schema.CommonSection):
     """A tuning task: model, cluster, job and search."""
 
     rl: Annotated[RlSection, rule(rl_of)]
     """The job of reinforcement learning."""
-    auto_tuner: TunerSection = TunerSection()
+    auto_tuner: schema.TunerSection = schema.TunerSection()
     """The search; absent: placements and layouts within the default budgets."""
 
 
@@ -186,14 +176,14 @@ def document_for(engines: Sequence[tuple[str, tuple[Knob, ...]]]) -> type[RlDocu
         return {key: value for key, value in space_of(section, knobs).items() if key in section.model_fields_set}
 
     given = rule(lambda section, _context: section and candidate_of(section, knobs, settings=True))
-    tuner = with_fields(
-        TunerSection,
+    tuner = schema.with_fields(
+        schema.TunerSection,
         suffix,
         space=(Annotated[space, rule(listed)], space()),
         baseline=(Annotated[baseline | None, given], None),
     )
-    rl = with_fields(RlSection, suffix, engine=(Literal[name], ...))
-    return with_fields(RlDocument, suffix, rl=(Annotated[rl, rule(rl_of)], ...), auto_tuner=(tuner, tuner()))
+    rl = schema.with_fields(RlSection, suffix, engine=(Literal[name], ...))
+    return schema.with_fields(RlDocument, suffix, rl=(Annotated[rl, rule(rl_of)], ...), auto_tuner=(tuner, tuner()))
 
 
 DEFAULTS: Mapping[str, Any] = {

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from flagcore_importers.programs import strip_dashes
 from pydantic import Field
 
 from flagcore.domain.knob import Knob
@@ -26,12 +27,15 @@ from flagcore.spec.plain_data import read_mapping, spec_error
 from flagcore.spec.schema import BUDGET, CommonSection, SearchSection, command_of, control_of, with_fields
 from flagcore.spec.shapes import Shape
 from flagcore.spec.validate import Context, Folder, RecordSection, Section, keys_of_record, rule
-from flagcore_serving.job import CLIENTS_PER_DEVICE, ServePrecision, ServeSpec
+from flagcore_serving.job import CLIENTS_PER_DEVICE, QUANTIZERS, ServePrecision, ServeSpec
 from flagcore_serving.profile import ProfileSection, loads, not_with
 
 KnobInput = bool | Annotated[int, Field(ge=-1, le=2**31)] | Annotated[float, Field(gt=0, le=1)] | Word | None
 """The type of a serving knob's value. The engine's knobs decide which values are valid."""
 Scalar = bool | int | float | Value | None
+_CONVERT_TO_FP8 = ("vllm", "sglang")
+"""Engines that convert weights with `quantization: fp8`: `docs/features/quantization/online.md` of vLLM 0.32, and
+`docs/advanced_features/quantization.md` of SGLang @15dd13e1."""
 
 
 class BoundSection(Section):
@@ -68,7 +72,8 @@ class ServeSection(Section):
     engine: Word | Annotated[list[Word], Field(min_length=1)]
     """Name of the engine; the engines of a list are tuned one after the other."""
     precision: ServePrecision | None = None
-    """Number format of the weights; null: the format of the weights file, or bf16."""
+    """Number format of the weights; null: the format of the weights file, or bf16. With fp8, vLLM and SGLang convert
+    weights that are not quantized."""
     engine_args: dict[str, Scalar | list[Scalar]] = Field(default={}, max_length=2000)
     """Flags of the engine for all candidates, without leading dashes; true is a bare flag, a list several values."""
     profile: ProfileSection = ProfileSection()
@@ -107,19 +112,26 @@ def serve_of(section: ServeSection, context: Context) -> ServeSpec:
     highest, objective = _highest(section, slo), context.given("auto_tuner", "objective")
     _check_answers(profile, [*slo, *([objective] if isinstance(objective, str) else [])])
     has_prefixes = profile.trace is not None or profile.turns > 1
+    engine, args = section.engine if isinstance(section.engine, str) else section.engine[0], dict(section.engine_args)
+    is_known = public or (weights and Path(weights, "config.json").is_file())
+    method = quant_method(weights) if weights else ""
+    if section.precision == "fp8" and is_known and not (stored or method) and engine in _CONVERT_TO_FP8:
+        parts = (args, context.given("auto_tuner", "baseline"), context.given("auto_tuner", "space"))
+        keys = [strip_dashes(str(key)) for part in parts if isinstance(part, Mapping) for key in part]
+        args |= {"quantization": "fp8"} if QUANTIZERS.isdisjoint(keys) else {}
     return ServeSpec(
-        engine=section.engine if isinstance(section.engine, str) else section.engine[0],
+        engine=engine,
         loads=loads(profile, slo, context.base),
         adapters=tuple(str((context.base / folder).resolve()) for folder in section.adapters),
         precision=section.precision or stored or "bf16",
-        engine_args=dict(section.engine_args),
+        engine_args=args,
         slo=slo,
         repeats=section.repeats,
         highest=highest,
         prefix_aware=section.router == "prefix_aware" or (section.router == AUTO and has_prefixes),
         default_space=not context.given("auto_tuner", "space"),
         weights=weights,
-        quant_method=quant_method(weights) if weights else "",
+        quant_method=method,
         **command_of(section.command, section.directory, context),
         cards=context.given("auto_tuner", "cards"),
         engine_version=section.engine_version,

@@ -16,6 +16,8 @@ from flagcore.domain.units import Factor, Fraction, NoSize, OneOf, Text, Wait
 from flagcore.domain.work import Work
 from flagcore.i18n import N_, _
 
+QUANTIZERS = {"quantization", "quantization-config", "torchao-config", "hf-overrides", "model-loader-extra-config"}
+"""Flags that make an engine quantize weights when it loads them."""
 EngineArg: TypeAlias = bool | int | float | str | Sequence[bool | int | float | str | None] | None
 
 ServePrecision = Literal[Precision, "int8", "int4"]
@@ -193,7 +195,7 @@ class ServeSpec(Work):
     has_steps: ClassVar[bool] = False
     reserves_memory: ClassVar[bool] = True
     takes_any_flag: ClassVar[bool] = True
-    plans_with: ClassVar[str] = "vllm"
+    plans_with: ClassVar[tuple[tuple[str, str], ...]] = (("(?i)gguf", "llamacpp"), ("", "vllm"))
     start_seconds: ClassVar[float] = 1200.0  # servers load their weights and compile before the load begins
 
     loads: tuple[Load, ...]

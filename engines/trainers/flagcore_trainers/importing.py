@@ -13,9 +13,9 @@ from flagcore_importers.values import count_of, positive
 from flagcore_models.public import model_of
 from flagcore_training.commands import UserCommand, cluster_of, parse, with_places
 from flagcore_training.knobs import joined, note_effects
-from flagcore_vendorkit.settings import UNKNOWN_TIME, Settings, read_settings
+from flagcore_vendorkit.settings import Settings, read_settings
 
-from flagcore.domain.engine import UNKNOWN, Unmodelled
+from flagcore.domain.engine import Unmodelled
 from flagcore.domain.launch import Start
 from flagcore.domain.spec import ImportNote
 from flagcore.errors import SpecError, join_errors
@@ -220,7 +220,7 @@ def _effects(settings: Settings, given: Iterable[tuple[str, str, Any]]) -> list[
     found = list[Unmodelled]()
     for name, shown, value in given:
         if not settings.is_listed(name) and value != {}:
-            found.append(Unmodelled(name=shown, why=UNKNOWN, time=UNKNOWN_TIME))
+            found.append(settings.unknown(name, shown))
         elif effect := settings.unmodelled(name, {"true": True, "false": False}.get(str(value).lower(), value), shown):
             found.append(effect)
     return joined(found)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from flagcore_serving.engine import ServingEngine
+from flagcore_serving.model.work import Overheads
 from flagcore_serving.space.knobs import TRANSFER
 from flagcore_serving.space.settings import PublishedRuns
 
@@ -46,6 +47,11 @@ class Vllm(ServingEngine):
         if model is not task.spec.model:
             task = replace(task, spec=replace(task.spec, model=model))
         return super().predict(task, columns, costs, **how)
+
+    def overheads_for(self, task: Task, **how: Any) -> Overheads:
+        """See `ServingEngine`. gpt-oss has no chat template (`entrypoints/openai/serving_chat.py`: use_harmony)."""
+        overheads = super().overheads_for(task, **how)
+        return replace(overheads, entry=min(overheads.entry, 2e-3)) if "gpt-oss" in task.spec.model.name else overheads
 
     def protocol(self, task: Task, values: Mapping[str, KnobValue]) -> str:
         return servers.PROTOCOLS[str(values.get(TRANSFER) or servers.NIXL)]

@@ -20,18 +20,8 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.spec import ClusterSpec
 from flagcore.errors import NoDevice
 from flagcore.i18n import _
-from flagcore_hosts.checks import (
-    REPORT,
-    HostReport,
-    HostSpeed,
-    compare_hosts,
-    device_names,
-    host_problems,
-    host_warnings,
-    inspect_hosts,
-    measured_network,
-    warn,
-)
+from flagcore_hosts import checks
+from flagcore_hosts.checks import REPORT, HostReport, HostSpeed
 from flagcore_hosts.connection import agent_command, shared_variables
 from flagcore_hosts.job import run_job
 from flagcore_hosts.launching import MAX_LOSSES, HostTrials
@@ -54,35 +44,35 @@ class HostsLauncher(HostTrials):
         names = [group.kind for group in cluster.groups for _node in range(group.nodes)]
         with self.keep_agents() as agents:
             hosts = self.hold(cluster.hosts, cluster.users)
-            reports = inspect_hosts(self, hosts, check, dict(zip(cluster.hosts, names, strict=False)))
-            problems = {report.host: "; ".join(host_problems(report, reports)) for report in reports}
+            reports = checks.inspect_hosts(self, hosts, check, dict(zip(cluster.hosts, names, strict=False)))
+            problems = {report.host: "; ".join(checks.host_problems(report, reports)) for report in reports}
             unusable_hosts = [f"{host}: {lines}" for host, lines in problems.items() if lines]
             if len(unusable_hosts) > not_needed:
                 raise NoDevice("; ".join(unusable_hosts))
             self.failures = Counter({host: MAX_LOSSES for host, lines in problems.items() if lines})
             reports = [report for report in reports if not problems[report.host]]
-            warn(_("{line}; the host is not used", line=line) for line in unusable_hosts)
-            warn(host_warnings(reports))
+            checks.warn(_("{line}; the host is not used", line=line) for line in unusable_hosts)
+            checks.warn(checks.host_warnings(reports))
             is_compared = not cluster.groups and 1 < len(reports) <= MAX_COMPARED
-            speeds = compare_hosts(self, check.speed, reports) if is_compared else []
+            speeds = checks.compare_hosts(self, check.speed, reports) if is_compared else []
             by_host = {report.host: report.devices or () for report in reports}
             if any(by_host.values()):
                 agents.watch_devices((*REPORT, "watch"), shared_variables())
             yield HeldHosts(
                 names=hosts,
                 devices=tuple(device for devices in by_host.values() for device in devices),
-                network=measured_network(speeds, cluster.devices_per_node) if cluster.nodes > 1 else None,
+                network=checks.measured_network(speeds, cluster.devices_per_node) if cluster.nodes > 1 else None,
                 telemetry=lambda device: HostDevice(self, device, by_host[device.host].index(device)),
             )
 
     def report_hosts(
         self, kinds: Mapping[str, str], users: Mapping[str, str], check: HostCheck
     ) -> list[dict[str, Any]]:
-        reports = inspect_hosts(self, self.hold(tuple(kinds), users), check, kinds)
-        warn(host_warnings(reports))
-        speeds = {each.host: each for each in compare_hosts(self, check.speed, reports)}
-        if network := measured_network(tuple(speeds.values())):
-            warn([network.note])
+        reports = checks.inspect_hosts(self, self.hold(tuple(kinds), users), check, kinds)
+        checks.warn(checks.host_warnings(reports))
+        speeds = {each.host: each for each in checks.compare_hosts(self, check.speed, reports)}
+        if network := checks.measured_network(tuple(speeds.values())):
+            checks.warn([network.note])
         return [_record(report, reports, speeds.get(report.host)) for report in reports]
 
     def run_job(
@@ -94,12 +84,12 @@ class HostsLauncher(HostTrials):
 def _record(report: HostReport, reports: Sequence[HostReport], speed: HostSpeed | None) -> dict[str, Any]:
     """Return a host's report and speed as plain data, with times in milliseconds."""
     link_s, products = (speed.link_s, speed.products_s) if speed else (None, ())
-    problems = list(host_problems(report, reports))
+    problems = list(checks.host_problems(report, reports))
     return {
         "host": report.host,
         "ok": not problems,
         "problem": "; ".join(problems),
-        "devices": device_names(report) if report.devices is not None else None,
+        "devices": checks.device_names(report) if report.devices is not None else None,
         "python": report.python,
         "clock_s": report.clock_s,
         "free_disk_gib": None if report.free_disk_bytes is None else report.free_disk_bytes / 2**30,

@@ -15,8 +15,8 @@ from flagcore.errors import UsageError
 from flagcore.i18n import _
 from flagcore.spec.plain_data import MAX_VALUES, SafeLoader, package_yaml
 
-NO_DEVICE = re.compile("rdma|hca|roce|efa|nic|fuse|hugepages")
-"""Extended resources of Kubernetes that are not accelerators."""
+NO_DEVICE = re.compile("(?i)rdma|hca|roce|efa|nic|fuse|hugepages|/.*(mem|core|monitoring|priority)")
+"""Extended resources of Kubernetes that are not accelerators, such as a share's memory (values.yaml of HAMi 2.10)."""
 BRACED = r"\$\{?(\w+)\}?"
 """A variable of a shell in a text."""
 

@@ -68,7 +68,7 @@ def test_failures_that_differ_in_digits_are_counted_together(runs: Runs) -> None
 
 @pytest.mark.parametrize("kind", ["pipeline", "serving"])
 def test_the_page_needs_neither_plugins_nor_predictions(runs: Runs, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "load_snapshot", lambda *given: pytest.fail("it was predicted again"))
+    monkeypatch.setattr(report.runs, "load_snapshot", lambda *given: pytest.fail("it was predicted again"))
     assert api.report(runs(kind).folder) == runs(kind).html
 
 

@@ -10,7 +10,7 @@ from itertools import chain
 
 from flagcore.domain.engine import UNKNOWN, Unmodelled
 from flagcore.domain.spec import Spec, Task
-from flagcore.i18n import Message
+from flagcore.i18n import Message, closest
 from flagcore_vendorkit.fields import read_as
 
 UNKNOWN_TIME = (0.8, 1.25)
@@ -108,7 +108,7 @@ class Settings:
         if key is None and name.startswith("no-"):
             return self.unmodelled(name.removeprefix("no-"), False, shown or name)
         if key is None:
-            return Unmodelled(name=shown or name, why=UNKNOWN, time=UNKNOWN_TIME)
+            return self.unknown(name, shown or name)
         cost = self._by_key[key]
         if cost is None or not cost.applies(value, nodes):
             return None
@@ -116,6 +116,12 @@ class Settings:
         if cost.source:
             why = Message("{why} ({source})", why=why, source=cost.source)
         return Unmodelled(name=shown or name, why=why, time=cost.time)
+
+    def unknown(self, name: str, shown: str) -> Unmodelled:
+        """Return the effect of a setting that is in no class, with the most similar one that is in a class."""
+        close = closest(name, self.names, 0.8)
+        why = Message("{why}; did you mean {name}?", why=UNKNOWN, name=close) if close else UNKNOWN
+        return Unmodelled(name=shown, why=why, time=UNKNOWN_TIME)
 
     def of_environment(self, spec: Spec, usual: Mapping[str, str] | None = None) -> Iterator[Unmodelled]:
         """Yield the effects of environment variables in a spec that predictions do not include.

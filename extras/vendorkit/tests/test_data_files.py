@@ -284,6 +284,7 @@ def test_the_source_of_an_effect_and_the_words_of_the_user_are_named() -> None:
     assert found is not None
     assert "--adapters" in str(found)
     assert "slower (a page)" in str(found)
+    assert str(CLASSES.unmodelled("adaptors")).endswith("did you mean adapters?")
 
 
 def test_variables_of_other_software_have_no_effect() -> None:

@@ -1,5 +1,6 @@
 """Creates specs from a few values."""
 
+import re
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -62,7 +63,8 @@ def spec_of_model(
     machine. `devices`: the number per node; None means all. A kind of jobs may have other defaults `for_devices`.
     """
     kinds = plugins.usable(plugins.kinds(), LOG.debug).values()
-    engine = engine or next((kind.plans_with for kind in kinds if kind.plans_with), "")
+    named = (name for kind in kinds for pattern, name in kind.plans_with if re.search(pattern, model))
+    engine = engine or next(named, "")
     cluster: dict[str, Any] = {"nodes": nodes or 1}
     cluster |= {key: value for key, value in (("chip", chip), ("devices_per_node", devices)) if value is not None}
     count = cluster["nodes"] * (devices or (USUAL_DEVICES if chip or nodes else 1))

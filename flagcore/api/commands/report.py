@@ -16,24 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from flagcore.api import runs
 from flagcore.api.inputs import RUNS, SpecLike, knobs_of_spec, labels_of_spec, spec_data
 from flagcore.api.notes import warn
-from flagcore.api.runs import (
-    INTERRUPTED,
-    RESULT,
-    RUNNING,
-    UNREADABLE,
-    Snapshot,
-    all_trials,
-    count_trials,
-    ended_trials,
-    load_snapshot,
-    read_result,
-    read_run,
-    run_home,
-    saved_spec,
-    state_of_ended,
-)
 from flagcore.contracts import Costs, Engine, Problem
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.files import open_regular, write
@@ -110,16 +95,16 @@ def run_record(folder: Path) -> dict[str, Any]:
     is the speedup over the baseline (`flagcore.domain.plan.Speedup`). `seconds` is the sum over all trials.
     `seconds_left` is an upper estimate for a run in progress. `no_best` is the reason why there is no best.
     """
-    state, data = INTERRUPTED, dict[str, Any]()
+    state, data = runs.INTERRUPTED, dict[str, Any]()
     try:
-        data |= read_result(folder)
+        data |= runs.read_result(folder)
     except RunError:
-        state = UNREADABLE
+        state = runs.UNREADABLE
     home = folder / str(data.get("engine", "")) if data.get("engines") else folder
     is_running = _is_locked(folder)
     record: dict[str, Any] = {
         "run": str(folder),
-        "state": RUNNING if is_running else state,
+        "state": runs.RUNNING if is_running else state,
         "model": lookup(json_file(home, IDENTITY), "task.model.name"),
         "changed": _day(folder, " %H:%M"),
     }
@@ -130,7 +115,7 @@ def run_record(folder: Path) -> dict[str, Any]:
         run = report_data(folder, ()) if is_running else RunData.from_json(data, home, **context)
         return {**record, **_run_facts(run, record["state"])}
     except (RunError, LookupError, TypeError, ValueError, AttributeError):
-        return record if is_running else {**record, "state": UNREADABLE}
+        return record if is_running else {**record, "state": runs.UNREADABLE}
 
 
 def _run_facts(run: RunData, state: str) -> dict[str, Any]:
@@ -138,7 +123,7 @@ def _run_facts(run: RunData, state: str) -> dict[str, Any]:
     trials, best, speedup = run.all_trials, run.best, run.speedup
     value, low, high = (best and run.figures(best)) or (None, None, None)
     return {
-        "state": state if state == RUNNING else state_of_ended(run),
+        "state": state if state == runs.RUNNING else runs.state_of_ended(run),
         "hardware": run.hardware,
         "fidelity": run.fidelity,
         "trials": len(trials),
@@ -159,7 +144,7 @@ def _run_facts(run: RunData, state: str) -> dict[str, Any]:
 
 def _changed(folder: Path) -> float:
     """Return the time of the last change of a run, in seconds since 1970."""
-    files = [file for name in (JOURNAL, RESULT, IDENTITY) if (file := folder / name).is_file()]
+    files = [file for name in (JOURNAL, runs.RESULT, IDENTITY) if (file := folder / name).is_file()]
     return max(each.stat().st_mtime for each in files or [folder])
 
 
@@ -171,7 +156,7 @@ def _day(folder: Path, time_form: str = "") -> str:
 def _is_run(folder: Path) -> bool:
     """Return whether flagcore wrote a run to a folder. Other programs also write files with these names."""
     is_claimed = json_file(folder, IDENTITY).keys() >= {"run", "task", "fixed"}
-    return is_claimed or "schema_version" in json_file(folder, RESULT)
+    return is_claimed or "schema_version" in json_file(folder, runs.RESULT)
 
 
 def _is_locked(folder: Path) -> bool:
@@ -259,14 +244,14 @@ def _is_written(run_dir: Path, made: Callable[[], str]) -> bool:
 
 def report_data(folder: Path, without: Collection[str]) -> RunData:
     """Return the data for the page of the run in a folder. Raises RunError if the folder has no readable run."""
-    run = read_run(folder)
-    home, data, notes, left = run_home(run), run.data, [*run.notes], None
+    run = runs.read_run(folder)
+    home, data, notes, left = runs.run_home(run), run.data, [*run.notes], None
     insight_data = json_file(home, INSIGHT)
     insight_data = insight_data if insight_data.get("schema_version") == SCHEMA_VERSION else {}
-    new_trials = ended_trials(run) - count_trials(data) if run.fidelity != ESTIMATE else 0
+    new_trials = runs.ended_trials(run) - runs.count_trials(data) if run.fidelity != ESTIMATE else 0
     if not data or new_trials > 0:
         try:
-            loaded = load_snapshot(folder, None, without)
+            loaded = runs.load_snapshot(folder, None, without)
         except FlagError as error:
             if not data:
                 text = N_("{folder} has no result yet, and its trials cannot be read: {reason}")
@@ -290,11 +275,11 @@ def report_data(folder: Path, without: Collection[str]) -> RunData:
     return _redacted(data, insight_data, home, folder, warnings=tuple(notes), **context)
 
 
-def _seconds_left(folder: Path, loaded: Snapshot) -> float | None:
+def _seconds_left(folder: Path, loaded: runs.Snapshot) -> float | None:
     """Return the estimated maximum of the seconds until a run ends. None if unknown, or if no process holds it."""
     if not _is_locked(folder):
         return None
-    state, trials = loaded.search_state, all_trials(loaded.run)
+    state, trials = loaded.search_state, runs.all_trials(loaded.run)
     candidates = len(state.settled) + len(untried(replace(loaded.problem, pruned=loaded.pruned), state))
     left = seconds_left(loaded.task.spec.control, state, candidates, seconds_used(trials))
     return None if left is None else max(0.0, left - (time.time() - _changed(folder)))
@@ -316,7 +301,7 @@ def _redacted(data: Mapping[str, Any], insight: Mapping[str, Any], home: Path, f
 def _spec(folder: Path) -> dict[str, Any]:
     """Return the spec of the run in a folder as data. It is empty if the file cannot be read."""
     with suppress(FlagError):
-        return saved_spec(folder)
+        return runs.saved_spec(folder)
     return {}
 
 

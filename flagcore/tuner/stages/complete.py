@@ -122,7 +122,7 @@ def unmodelled(task: Task, engine: Engine, plugins: LoadedPlugins, advice: TaskA
     all engines, and the word of the chip's plugin replaces both.
     """
     found = [*plugins.unmodelled(task), *engine.unmodelled(task), *advice.unmodelled]
-    by_name = {each.name: each for each in sorted(found, key=lambda each: each.why != UNKNOWN)}
+    by_name = {each.name: each for each in sorted(found, key=lambda each: not each.why.startswith(UNKNOWN))}
     return tuple(each for each in by_name.values() if each.why and each.name not in advice.harmless)
 
 

@@ -218,7 +218,8 @@ def test_the_clients_of_an_imported_command_grow_with_its_devices(
     made = yaml.safe_load(flag("import", "--", "vllm", "serve", "Qwen/Qwen3-30B-A3B", *options).out)
     assert made["serve"]["profile"]["concurrency"] == clients
     named = {"chip": "H100", "devices": clients // 16}
-    assert api.spec_of_model("Qwen/Qwen3-8B", **named).data["serve"]["profile"]["concurrency"] == clients
+    serve = api.spec_of_model("Qwen/Qwen3-8B-GGUF", **named).data["serve"]
+    assert (serve["engine"], serve["profile"]["concurrency"]) == ("llamacpp", clients)
 
 
 def test_public_models_are_listed_by_words_and_start_a_spec(flag: Flag) -> None:

@@ -151,17 +151,18 @@ INT8 = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"wei
         ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "nvfp4"),
         ({"quantization_config": INT8}, "int8"),
         ({"text_config": {"quantization_config": INT8}}, "int8"),
-        ({"quantization_config": {"config_groups": {"group_0": {"weights": {"num_bits": 3, "type": "int"}}}}}, "bf16"),
-        ({"quantization_config": {"config_groups": [1]}}, "bf16"),
-        ({"quantization_config": "fp8"}, "bf16"),
-        ([], "bf16"),
+        ({"quantization_config": INT8 | {"config_groups": {"a": {"weights": {"num_bits": 3, "type": "int"}}}}}, "bf16"),
+        ({"quantization_config": INT8 | {"config_groups": [1]}}, "bf16"),
+        ({"quantization_config": {"quant_method": "new"}}, "bf16"),
+        ({}, "bf16"),
     ],
 )
 def test_the_precision_of_a_server_is_that_of_its_weights(tmp_path: Path, stored: object, precision: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(stored))
     assert serve(weights=str(tmp_path)).precision == precision
     assert serve(weights=str(tmp_path / "config.json")).precision == precision
-    assert serve(weights=str(tmp_path), precision="fp8").precision == "fp8"
+    fp8 = serve(weights=str(tmp_path), precision="fp8", engine_args={"seed": 1})
+    assert (fp8.precision, fp8.engine_args.get("quantization")) == ("fp8", None if stored else "fp8")
 
 
 @pytest.mark.parametrize(

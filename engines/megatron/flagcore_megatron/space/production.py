@@ -194,7 +194,8 @@ def _recipe(task: Task, kind: str) -> dict[str, SettingValue]:
     modules = "layernorm,moe_act" + (",mla_up_proj" if latent_layers(model) else "")
     if task.spec.train.precision == "fp8":
         recipe["fp8_recipe"] = "blockwise"  # the default, delayed scaling, cannot be combined with such recompute
-    recipe |= {EXPERT_TENSOR: 1, "moe_token_dispatcher_type": "flex", "moe_router_fusion": True}
+    recipe |= {EXPERT_TENSOR: 1, "moe_token_dispatcher_type": "flex"}
+    recipe["moe_router_fusion"] = not _PLAIN_ROUTERS.search(f"{model.name} flex")
     return {**recipe, EXPERT_OVERLAP: not is_hybrid(model), "recompute_modules": modules}
 
 

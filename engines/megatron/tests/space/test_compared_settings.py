@@ -320,6 +320,8 @@ def test_a_named_setting_takes_precedence_over_contradicting_notes() -> None:
     assert assumed(settings={"overlap_grad_reduce": False}).keys() == {"tp_comm_overlap"} | fused_loss
     found = assumed(tasks.EXPERTS, settings={"moe_grouped_gemm": False, "moe_shared_expert_overlap": True})
     assert not found.keys() & {"moe_grouped_gemm", "moe_token_dispatcher_type", "recompute_modules"}
+    fused = [assumed(replace(tasks.EXPERTS, name=name)).get("moe_router_fusion") for name in ("GLM-4.5", "Qwen3")]
+    assert fused == [None, True]
     assert OVERLAP not in assumed(tasks.EXPERTS, space={**SPACE, OVERLAP: (False, True)})
 
 

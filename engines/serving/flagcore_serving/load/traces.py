@@ -154,7 +154,8 @@ def read_trace(path: str, turns: int = 1, output_len: int = 0, most: int | None 
     except UnicodeDecodeError as error:
         raise refused(problem=f"is not UTF-8: {error.reason}", fix="convert it") from None
     except _InvalidRow as error:
-        raise refused(problem=f"is not a valid trace: {error}", fix="correct the file") from None
+        fix = 'give JSON lines, such as {"input_length": 512, "output_length": 128}'
+        raise refused(problem=f"is not a valid trace: {error}", fix=fix) from None
     if not trace.input_len.size:
         raise refused(problem="has no request with both lengths", fix="give the tokens of prompts and answers")
     return trace

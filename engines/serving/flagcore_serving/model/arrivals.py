@@ -42,12 +42,9 @@ class Arrivals(Sequences):
             Request(times[index] if index < len(times) else inf, int(prompt), max(int(output), 1))
             for index, (prompt, output) in enumerate(lengths)
         ]
-        for index, hit in enumerate(hits):
-            self.requests[index].hit = hit
-        for index, load in enumerate(loads):
-            self.requests[index].load = load
-        for index, adapter in enumerate(adapters):
-            self.requests[index].adapter = adapter
+        for name, values in (("hit", hits), ("load", loads), ("adapter", adapters)):
+            for request, value in zip(self.requests, values, strict=False):
+                setattr(request, name, value)
         for index, each in enumerate(parts):
             self.requests[index].parts, self.requests[index].shared = each, sum([size for _, size in each])
         self.apart: list[tuple[float, float, float]] = []
@@ -102,11 +99,8 @@ class Arrivals(Sequences):
     def _tokenized_time(self) -> float:
         """Return the time at which the next request is tokenized. One thread tokenizes all requests in order."""
         request = self.entered[self.next]
-        return (
-            max(self.parse_ends[request.group], self.tokenized)
-            + self.overheads.prompt_token * request.prompt
-            + request.read
-        )
+        free = max(self.parse_ends[request.group], self.tokenized)
+        return free + self.overheads.prompt_token * request.prompt + request.read
 
     def _ready_time(self) -> float:
         if self.ready_s < 0.0:

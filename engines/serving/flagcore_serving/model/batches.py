@@ -1,5 +1,6 @@
 """The iterations of one lane of a simulation: the requests they admit, the prompts they compute, and what decodes."""
 
+from collections.abc import Sequence
 from heapq import heappop
 from itertools import islice
 from math import ceil, inf
@@ -44,14 +45,14 @@ class Batches(Arrivals):
             self.is_closed = self.is_closed and bool(self.free)
         return self.known
 
-    def _admit(self, ended: int) -> bool:
+    def _admit(self, started: Sequence[Request] = ()) -> bool:
         """Admit the first request of the queue if a slot and enough cache are free; return whether it was admitted. If
         no other sequence runs, the request is admitted even if the cache is too small.
 
         Requests whose cache is in other tiers first load it, one after the other, while the next ones are admitted
         (vLLM 0.33 `v1/core/sched/scheduler.py`: WAITING_FOR_REMOTE_KVS)."""
-        lane, price, computed = self.lane, self.price, ended
-        ended += len(self.ending)
+        lane, price, computed = self.lane, self.price, len(started)
+        ended = computed + len(self.ending)
         while self.queue and not self.is_closed:
             taken = self.running + self.others + len(self.partial) + len(self.loading) + ended
             if taken >= price.needed:
@@ -67,13 +68,15 @@ class Batches(Arrivals):
                 cached += sum([size for part, size in request.parts if not self.holders[part]])
             required_tokens = cached + lane.admits
             if self.reserve:
-                required_tokens += self.reserve * self._future(request) + lane.block * (computed + 1) + 1
-                required_tokens -= self.resting if self.lag and not self.free else self._slots()
+                required_tokens += self._future(request) + lane.block * (computed + 1) + 1 - self._slots()
             filled = self.used + self.held + required_tokens
             if filled > price.filled:
                 price.filled = filled
             if filled > self.capacity and (self.running or self.others or ended or self.loading):
-                self.is_tight, self.is_closed = self.block != lane.block, self.reserve > 0.0
+                if self.block != lane.block:
+                    self._count_blocks(started)
+                    continue
+                self.is_closed = self.reserve > 0.0 < self.running
                 return False
             del self.queue[place]
             if lane.adapters:
@@ -94,14 +97,19 @@ class Batches(Arrivals):
         return False
 
     def _future(self, request: Request) -> float:
-        """Return the tokens that a request and those that were admitted before it will still generate."""
-        future = self._reserved(request.output - request.made) + self.promised + self.finish - self.running * self.step
+        """Return the tokens to reserve for what a request, those admitted before it, and in part those that run will
+        still generate (SGLang 0.5.6 `managers/schedule_policy.py`: PrefillAdder)."""
+        future = float(self.finish - self.running * self.step)
+        if self.lag and not self.free:  # tokens in flight are not known
+            future += self._slots() - self.resting
         if self.longest > self.overheads.reserved:
             running = [end - self.step for end, ticket, each in self.heap if each.ticket == ticket]
             future += sum([min(self.overheads.reserved - left, 0.0) for left in running])
         if not self.overheads.own_groups:
             future += sum([group.finish - group.running * group.step for group in self.groups])
-        return future
+        fallen = self.overheads.falls * (self.step - self.since) * (len(self.free) or 1)
+        share = max(self.reserve - fallen, self.overheads.least)
+        return self._reserved(request.output - request.made) + self.promised + share * future
 
     def _reserved(self, tokens: int) -> float:
         """Return how many of the tokens of an answer the cache must have free before the request is admitted."""
@@ -159,12 +167,12 @@ class Batches(Arrivals):
         if partial:
             if not self.free and self._pieces(decoding, budget):
                 return True
-        elif budget > 0.0 and not self._admit(0):
+        elif budget > 0.0 and not self._admit():
             return False
         tokens = pairs = longest = encode = load = 0.0
         ended: list[Request] = []
         most, chunk, continued = budget / lane.ranks, lane.chunk, 0
-        while budget > 0 and (continued < len(partial) or (admits and self._admit(len(ended)))):
+        while budget > 0 and (continued < len(partial) or (admits and self._admit(ended))):
             request = partial[continued]
             total, done = request.prompt + request.made, request.done
             if request.encode or request.load:
@@ -196,12 +204,12 @@ class Batches(Arrivals):
             time += self.gain * self.price.cached(self.running) * (self.offset + self.running * self.step)
         if self.free:
             time = self._through(time, decoding)
+        else:
+            self.known = self.now + (1.0 - self.lag) * time
         if decoding:
             self._advance(self._tokens(1) if self.gain > 1.0 else 1, time)
         else:
             self._pause(time)
-        if not self.free:
-            self.known = self.now - self.lag * time
         for request in ended:
             self._start(request)
         self._finish()
@@ -329,8 +337,10 @@ class Batches(Arrivals):
             arrival_step = step + (steps_within(base, growth, wait + self.lag * base, count) if wait > 0.0 else 0)
             poll_step = -(-max(arrival_step, step + 1) // self.receive) * self.receive
             count = min(count, poll_step - step)
+        start = self.now
         self._advance(self._tokens(count) if gain > 1.0 else count, base * count + growth * (count * (count - 1) / 2.0))
-        self.known = max(self.known, self.now - self.lag * (base + growth * (count - 1)))
+        known = self.now - self.lag * (base + growth * (count - 1))
+        self.known = max(self.known, start if self.lag and count == 1 else known)  # without rounding: ends are compared
         self._finish()
 
     def _iterations(self, tokens: int) -> int:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from math import ceil, inf
-from operator import attrgetter
 
 from flagcore_serving.model.price import Price
 from flagcore_serving.model.request import Request
@@ -50,9 +49,6 @@ class _Batch:
     end: float = 0.0
     done: float = 0.0
     number: int = 0
-
-
-_FREE = attrgetter("free")
 
 
 @dataclass(slots=True)
@@ -101,7 +97,7 @@ class Disaggregated(Simulation):
         arrival = arrival + self.request_s + self.entry_s + request.read
         done = min(self.shared, prompt - 1.0)
         piece = prompt - done
-        server = min(self.servers, key=_FREE)
+        server = min(self.servers, key=lambda each: each.free)
         batch = server.last
         if batch is None or arrival > batch.start or batch.tokens + piece > self.budget:
             batch = server.last = _Batch(max(arrival, server.free), server.link_free)
@@ -109,8 +105,7 @@ class Disaggregated(Simulation):
         batch.members.append(request)
         batch.cached += prompt
         batch.tokens += piece
-        if piece > batch.longest:
-            batch.longest = piece
+        batch.longest = max(batch.longest, piece)
         batch.pairs += piece * (done + 0.5 * piece)
         batch.encode += request.encode
         seconds = self._prompt_seconds(batch) + batch.encode
@@ -161,7 +156,7 @@ class Disaggregated(Simulation):
         """Give slots to requests whose caches have arrived. Return False, because no prompts are computed here."""
         if not self._has_room():
             return False
-        while self.queue and self._admit(0):
+        while self.queue and self._admit():
             request = self.partial.popleft()
             if request.made:  # the request lost its cache, so this instance computes its prompt again
                 tokens = float(request.prompt + request.made)

@@ -52,10 +52,6 @@ def host_experts(
     return np.where(tokens < serving.overheads.copied_from, by_cores, by_devices)
 
 
-TILE_ROWS = 8.0
-"""Minimum number of rows of an expert in a grouped product, an estimate."""
-
-
 def expert_seconds(
     experts: Experts, serving: Serving, settings: Settings, kernels: KernelCosts, tokens: FloatArray
 ) -> FloatArray:
@@ -72,7 +68,7 @@ def expert_seconds(
     chosen = distinct_experts(experts.count, experts.chosen, tokens * overheads.spread)
     local_experts = chosen * stored / settings.expert
     routed = tokens * experts.chosen / settings.expert
-    padded_tokens, one = np.maximum(routed, local_experts * TILE_ROWS), np.ones_like(tokens)
+    padded_tokens, one = np.maximum(routed, local_experts * overheads.rows), np.ones_like(tokens)
     time = np.zeros_like(tokens)
     for product in (up, down):
         inner, outer = product.inner(ranks), product.outer(ranks)

@@ -222,8 +222,7 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Mo
     prompt = float(np.mean([load.input_len + load.prefix_len for load in loads]))
     tokens = prompt + float(np.mean([load.output_len for load in loads]))
     group = task.cluster.groups[0]
-    link = group.chip.link
-    on_bus = link is not None and link.topology == "pcie"
+    on_bus = (link := group.chip.link) is not None and link.topology == "pcie"
     serving = Serving(model=model, precision=precision, overheads=overheads, tokens=tokens, prompt=prompt, draft=draft)
     peak = group.chip.dense_flops_per_second.get("bf16")
     serving = replace(serving, architecture=group.chip.architecture, peak=peak.value if peak else math.nan)
@@ -233,6 +232,7 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Mo
     computed, weight_bytes = _computed(kernels, precision, file_bytes, checkpoint.bytes)
     routed = _computed(kernels, checkpoint.experts, None, None) if checkpoint.experts else None
     form = checkpoint.experts or precision
+    overheads = replace(overheads, **overheads.grouped.get(serving.architecture, {}).get(form, {}))
     if form in STORED_BYTES and form in overheads.experts:
         overheads = replace(overheads, experts={(routed or (computed,))[0]: overheads.experts[form]})
     if overheads.embeds_on_host and not Hardware.of(task).on_cores:

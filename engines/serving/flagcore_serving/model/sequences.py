@@ -1,28 +1,22 @@
 """The sequences of a simulation that decode, and the cache that they and their prompts take."""
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import inf
 
 from flagcore_serving.model.price import Price
 from flagcore_serving.model.request import Request
 
+RETRACTED = 20
+"""Tokens that SGLang expects of a sequence after a retraction (0.5.23 `environ.py`: SGLANG_RETRACT_DECODE_STEPS)."""
+
 
 class Group:
     """The sequences that take turns with others in a pipeline. The attributes are those of `Sequences`."""
 
     __slots__ = (
-        "finish",
-        "grown",
-        "heap",
-        "is_closed",
-        "joined",
-        "now",
-        "offset",
-        "phases",
-        "running",
-        "stalled",
-        "step",
+        *("finish", "grown", "heap", "is_closed", "joined", "now", "offset", "phases", "running", "stalled", "step"),
     )
 
     def __init__(self, block: int) -> None:
@@ -45,7 +39,8 @@ class Sequences:
     - `grown`: tokens of blocks that the next step needs; with pipeline stages, those of the group whose turn it is.
       `resting`: those of sequences that were not in the last iteration, so that the engine has not taken them yet.
     - `ending`: times at which requests ended, and their cached tokens (`held`), which are still taken.
-    - `is_closed`: whether none is admitted until a sequence ends: one was refused, and the engine reserves answers.
+    - `is_closed`: whether none is admitted until a sequence ends: one was refused while others ran, and the engine
+      reserves answers. `reserve`: the share that it reserved in the step `since`.
     - `joined`: sequences that joined while others waited for prompts, and since when.
 
     With pipeline stages, which become `free` at times, `step`, `running`, `offset`, `finish`, `heap`, `phases`,
@@ -54,11 +49,11 @@ class Sequences:
     """
 
     __slots__ = (
-        *("price", "lane", "overheads", "prefix", "capacity", "beside", "block", "is_tight", "is_closed", "phases"),
+        *("price", "lane", "overheads", "prefix", "capacity", "beside", "block", "is_closed", "phases"),
         *("reserve", "holders", "used_adapters", "in_slots", "queue", "partial", "loading", "heap", "order", "ending"),
         *("lag", "gain", "made", "now", "known", "held", "stalled", "used", "freed", "link", "promised", "joined"),
         *("step", "running", "offset", "finish", "tickets", "turn", "others", "grown", "resting", "free", "groups"),
-        *("idle_s", "steady", "growth", "marks", "periods", "members", "preemptions", "calls", "receive"),
+        *("idle_s", "steady", "growth", "marks", "periods", "members", "preemptions", "calls", "receive", "since"),
     )
 
     def __init__(self, price: Price) -> None:
@@ -67,7 +62,7 @@ class Sequences:
         self.reserve: float = self.overheads.reserve
         self.prefix, self.capacity = self.lane.shared_prefix, self.lane.cache_tokens
         self.beside, self.block = self.lane.block - 1.0 + self.lane.fixed, 1
-        self.is_tight, self.is_closed, self.phases, self.holders = False, False, list[int](), Counter[int]()
+        self.is_closed, self.phases, self.holders = False, list[int](), Counter[int]()
         self.used_adapters, self.in_slots = Counter[int](), dict[int, None]()
         self.queue, self.partial, self.loading = deque[Request](), deque[Request](), deque[Request]()
         self.heap, self.order, self.joined = list[tuple[int, int, Request]](), list[Request](), dict[float, int]()
@@ -76,7 +71,7 @@ class Sequences:
         self.made = 0.0  # parts of a token
         self.now = self.known = self.held = self.stalled = self.used = self.freed = self.link = self.promised = 0.0
         self.step = self.running = self.offset = self.finish = self.tickets = self.turn = self.others = self.grown = 0
-        self.preemptions = self.steady = self.resting = 0
+        self.preemptions = self.steady = self.resting = self.since = 0
         self.free, self.groups, self.members = list[float](), list[Group](), tuple[int, ...]()
         self.calls, self.idle_s, self.growth = deque[float](), 0.0, 0.0
         if self.lane.stages > 1.0:
@@ -165,12 +160,12 @@ class Sequences:
                 found, free = found + 1, free - taken
         return min(found, steps)
 
-    def _count_blocks(self) -> None:
-        """Count whole blocks from now on, if they are larger than a token."""
-        self.is_tight = False
+    def _count_blocks(self, started: Sequence[Request] = ()) -> None:
+        """Count whole blocks from now on, if they are larger than a token. `started`: requests whose prompts this
+        iteration completes."""
         if self.block == self.lane.block:
             return
-        self.block, lasting = int(self.lane.block), (*self.partial, *self.loading)
+        self.block, lasting = int(self.lane.block), (*self.partial, *self.loading, *started)
         self.phases, self.used = [0] * self.block, sum(map(self._cached_tokens, lasting))
         sizes = dict([part for request in (*lasting, *self.order) for part in request.parts])
         self.used += sum([size for part, size in sizes.items() if self.holders[part]])
@@ -183,12 +178,16 @@ class Sequences:
     def _has_room(self) -> bool:
         """Preempt sequences until those that run have slots for their last tokens; return whether none was preempted.
         Only then an iteration admits requests."""
-        if self.used + self.held <= self.capacity and not self.is_tight:
+        if self.used + self.held <= self.capacity:
             return True
         self._count_blocks()
         before = self.preemptions
         while self.used + self.held > self.capacity and self.running + self.others > 1:
             self._preempt()
+        if self.overheads.falls and self.preemptions > before:
+            outputs = sum([each.output for _, ticket, each in self.heap if each.ticket == ticket])
+            known = outputs - self.finish + self.running * (self.step + RETRACTED - self.lag)
+            self.reserve, self.since = min(known / (outputs + 1.0), 1.0), self.step + 1
         return self.preemptions == before
 
     def _preempt(self) -> None:

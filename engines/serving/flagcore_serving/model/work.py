@@ -93,6 +93,8 @@ class Overheads:
 
     - `grouped_share`, `grouped_work`: rates at which the experts' weights are read and multiplied, relative to other
       matrix products.
+    - `rows`: the fewest rows that an expert has in such a product, an estimate.
+    - `grouped`: fields that replace these for an architecture's kernels, by architecture and format of the weights.
     - `exchanged_share`: factor on both rates if attention ranks exchange their tokens.
     - `sums_prompts`: whether attention ranks exchange prompts by all-reduces of the tokens of all ranks.
     - `copied_from`: the fewest tokens of a pass for which experts in the memory of the host are copied to the devices,
@@ -116,8 +118,9 @@ class Overheads:
       never captured.
     - `whole_unless_latent`: whether models without latent attention compute whole prompts, in iterations of their own
       with at least as many tokens as the context.
-    - `reserve`: share of a request's answer for which the cache must have free space before the request is admitted.
-      `reserved`: the most tokens of an answer that count for it.
+    - `reserve`: share of the remaining answers of running requests for which the cache must have free space, beside
+      the whole answer of a request, before this is admitted; it `falls` with each iteration that decodes, to `least`,
+      until the engine is idle or preempts. `reserved`: the most tokens of an answer that count for it.
     - `embeds_on_host`: whether devices have the head, but never the embedding.
     - `activations_beside`: whether the engine's share is one of the memory that is free before it loads weights, and
       covers only these and the cache.
@@ -171,6 +174,8 @@ class Overheads:
     dense_prompts: bool = False
     grouped_share: float = 1.0
     grouped_work: float = 1.0
+    rows: float = 8.0
+    grouped: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     exchanged_share: float = 1.0
     sums_prompts: bool = False
     copied_from: float = math.inf
@@ -187,6 +192,8 @@ class Overheads:
     mixes: bool = True
     whole_unless_latent: bool = False
     reserve: float = 0.0
+    falls: float = 0.0
+    least: float = 0.0
     reserved: float = math.inf
     embeds_on_host: bool = False
     activations_beside: bool = False

@@ -100,6 +100,7 @@ def _searched(
 ) -> Sequence[KnobValue]:
     """Return the values of a knob that are tried, of those that it may have: see `axes` and `wide_values`."""
     by_default = task.spec.serve.default_space and any(name in (*DEFAULT_SPACE, CONTEXT) for name in knob.names)
+    by_default |= knob.name == INSTANCES and PREFILL_DECODE in task.spec.space  # both are divisions of all devices
     if not knob.is_available(version) and AUTO in (knob.value_in(task.spec.space), by_default and AUTO):
         return (knob.neutral,)
     if knob.name in wide and knob.is_available(version):

@@ -25,12 +25,11 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, SpecError
 from flagcore.physics.roofline import BYTES
 from flagcore.spec.plain_data import read_mapping
+from flagcore_serving.job import QUANTIZERS
 from flagcore_serving.space.hardware import Hardware
 
 WIDE_PRECISIONS = ("bf16", "fp16", "fp32")
 _CONFIG = "config.json"
-_QUANTIZERS = ("quantization", "quantization-config", "torchao-config", "hf-overrides", "model-loader-extra-config")
-"""Flags that make an engine quantize weights when it loads them."""
 
 
 def check_directory(spec: Spec) -> None:
@@ -79,7 +78,7 @@ def unusable_weights(spec: Spec, problem: str, fix: str) -> SpecError:
 
 def quantizes(spec: Spec) -> bool:
     """Return whether flags make the engine quantize the weights."""
-    return bool({strip_dashes(key) for key in (*spec.serve.engine_args, *(spec.baseline or {}))} & set(_QUANTIZERS))
+    return not QUANTIZERS.isdisjoint(map(strip_dashes, (*spec.serve.engine_args, *(spec.baseline or {}))))
 
 
 _LONGER = ("hf-overrides", "rope-scaling", "rope-scale", "override-kv", "json-model-override-args")

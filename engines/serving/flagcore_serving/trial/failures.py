@@ -124,8 +124,7 @@ def server_failure(
     quote = f"; its log{'' if has_error else ' names no error, and ends'}: {line}" if line else f"; {log.name} is empty"
     if state is None and ending.endswith("signal 9"):
         return TrialFailure(TrialState.OUT_OF_MEMORY, f"{server} {ending}: probably killed by the system{quote}")
-    state = state if state in PREFIXES else TrialState.FAILED
-    return TrialFailure(state or TrialState.FAILED, f"{server} {ending}{quote}")
+    return TrialFailure(state if state in PREFIXES else TrialState.FAILED, f"{server} {ending}{quote}")
 
 
 CODES = {TrialState.FAILED: 1, TrialState.INVALID: 2, TrialState.OUT_OF_MEMORY: 3, TrialState.TIMED_OUT: 4}

@@ -13,7 +13,7 @@ from flagcore_models.layers import parameters
 from flagcore_serving.job import Load, ServeSpec
 from flagcore_serving.model import candidates, request_times, simulated_load
 from flagcore_serving.model.closed_loop import PARTS
-from flagcore_serving.model.predict import crowding
+from flagcore_serving.model.predict import crowding, serving_of
 from flagcore_serving.model.predict import predict as predict_engine
 from flagcore_serving.model.simulated_load import STEADY_RATIO
 from flagcore_serving.model.work import UNFITTED, overheads_of
@@ -75,6 +75,12 @@ def test_processes_per_cpu_count_front_ends_schedulers_and_devices() -> None:
     layouts = settings(instances=[1, 8, 1, 1], tensor=[8, 1, 1, 2], data=[1, 1, 8, 1])
     assert crowding(with_cpus(2), uniform_kinds(layouts.instances), layouts).tolist() == [5.0, 12.0, 8.5, 2.0]
     assert np.diff([figure(predicted(with_cpus(each), tensor=8), "tpot_s.p50")[0] for each in (None, 2)]) > 5 * 0.766e-3
+
+
+def test_an_architecture_may_have_its_own_kernels_of_experts() -> None:
+    on, own = task(precision="fp8"), replace(UNFITTED, grouped={CHIP.architecture: {"fp8": {"rows": 32.0}}})
+    others = replace(UNFITTED, grouped={"other": own.grouped[CHIP.architecture]})
+    assert [serving_of(on, Roofline(chip=CHIP), each).overheads.rows for each in (own, others)] == [32.0, 8.0]
 
 
 def test_a_trial_takes_the_time_of_its_requests_at_all_points() -> None:
@@ -324,7 +330,10 @@ def test_releases_have_different_overheads() -> None:
     assert known[None] == known["0.33"]
     assert not overheads_of(SGLANG.program.overheads, "0.5.9").mixes
     # the first with `ignore_eos` in `_get_running_request_total_token_offset` (schedule_policy.py)
-    assert [overheads_of(SGLANG.program.overheads, each).reserve for each in ("0.5.21", "0.5.22")] == [0.5, 1.0]
+    assert [overheads_of(SGLANG.program.overheads, each).reserve for each in ("0.5.21", "0.5.22")] == [0.7, 1.0]
+    entries = [overheads_of(VLLM.program.overheads, each).entry for each in ("0.9.1", "0.10.2", "0.11.0", "0.11.1")]
+    harmony = task(model=replace(DENSE, name="gpt-oss-20b"), engine_version="0.11.0")
+    assert entries == [8.2e-3, VLLM.overheads_for(harmony).entry, 8.2e-3, 2e-3]
     assert overheads_of(VLLM.program.overheads, "atom 0.1") == VLLM.overheads_for(
         task(engine_version="atom bf9b133e"), on_chip={"attention": 1.0}
     )

@@ -232,10 +232,17 @@ def test_an_engine_that_reserves_output_tokens_never_preempts() -> None:
     assert Simulation(price, [(200, 300)] * 8, [0.0] * 8, 8).run().preemptions == 0
 
 
-def test_after_a_refusal_no_request_is_admitted_until_one_ends() -> None:
-    lane = replace(LANE, cache_tokens=302.0, block=1.0)  # the second request fits, but not beside the first prompt
-    first, second = Simulation(price_of(lane, reserve=1.0), [(100, 50)] * 2, [0.0] * 2, 2).run().requests
-    assert second.first > first.end
+@pytest.mark.parametrize(("sent", "waits"), [(0.1, True), (1.0, False)])
+def test_a_reserve_falls_but_after_a_refusal_no_request_is_admitted_until_one_ends(sent: float, waits: bool) -> None:
+    price = price_of(replace(LANE, cache_tokens=800.0, block=1.0), reserve=1.0, falls=0.01, least=0.1)
+    first, _, last = Simulation(price, [(100, 200)] * 3, [0.0, 0.0, sent], 3).run().requests
+    assert (last.first > first.end) is waits
+
+
+def test_after_a_retraction_the_reserve_is_what_sequences_have_generated() -> None:
+    lane = replace(LANE, cache_tokens=500.0, block=1.0)
+    run = Simulation(price_of(lane, reserve=0.1, falls=0.01, least=0.1), [(100, 200)] * 2, [0.0] * 2, 2)
+    assert (run.run().preemptions, run.reserve) == (1, pytest.approx((150 + 20) / 201, rel=0.01))
 
 
 @pytest.mark.parametrize(
@@ -380,6 +387,13 @@ def test_an_ended_request_keeps_its_slot_and_its_cache_for_an_iteration() -> Non
         token_s = (now[0].end - now[0].first) / 19
         assert now[0].end == pytest.approx(ahead[0].end)
         assert ahead[2].first - now[2].first == pytest.approx(token_s, rel=0.2)
+
+
+def test_an_end_is_known_an_iteration_later_whatever_the_rounding_of_times() -> None:
+    price = price_of(replace(LANE, running=2.0, ahead=1.0), entry=0.0)
+    _, *answers = Simulation(price, [(8, 4000), *[(8, 3)] * 150], [0.0] * 151, 1).run().requests
+    waits = [after.first - before.end for before, after in pairwise(answers)]
+    assert max(waits) < 1.1 * min(waits)
 
 
 def test_a_prompt_waits_for_the_cache_that_it_needs_while_it_is_computed() -> None:

@@ -289,7 +289,9 @@ def test_the_pair_replaces_layouts_and_the_transfer_means_nothing_without_it(eng
 
 
 def test_kinds_have_their_own_layouts_and_limits() -> None:
-    task = cards(VLLM, space={PREFILL_DECODE: (None, PAIR), "max_num_seqs": (64,), "max_num_batched_tokens": (512,)})
+    space = {PREFILL_DECODE: (None, PAIR), "max_num_seqs": (64,), "max_num_batched_tokens": (512,)}
+    assert len(space_of(VLLM, cards(VLLM, space=space))) > 2  # also more instances of one kind
+    task = cards(VLLM, space={**space, INSTANCES: (1,)})
     kinds = placement.instance_kinds(task, space_of(VLLM, task).columns())
     found = VLLM.settings(task, kinds.columns)
     order = np.argsort(kinds.role)
