@@ -222,15 +222,13 @@ def published(
     settings = {**(_fine_tuning(task) if OFFLINE.search(notes) else {}), **noted, **train.settings}
     settings = _defaults(task, kind, settings, values) | settings
     stages = int(values.get("pipeline_model_parallel_size") or 1)
-    layout = settings.get(LAYOUT)
-    if layout:
+    if layout := settings.get(LAYOUT):
         layout_stages = parse_layout(str(layout), task.spec.model.num_layers, task.spec.model.mtp_num_layers)
         if not values.get(VIRTUAL_STAGES) and len(layout_stages) % stages == 0:
             values[VIRTUAL_STAGES] = len(layout_stages) // stages
     elif not any(settings.get(key) or values.get(key) for key in (*SPLIT_SETTINGS, PATTERN)):
         count = stages * int(values.get(VIRTUAL_STAGES) or 1)
-        found = published_split(task.spec.model, count)
-        if found and is_hybrid(task.spec.model):
+        if (found := published_split(task.spec.model, count)) and is_hybrid(task.spec.model):
             found = {PATTERN: pattern_text(task.spec.model, even_split(task.spec.model.num_layers, count))}
         settings |= found
     spec = replace(task.spec, work=replace(train, implementation=kind, settings=settings))
@@ -264,6 +262,7 @@ def _defaults(
     described = f"{model.name} {dispatcher} {settings.get('moe_flex_dispatcher_backend')}"
     is_latent, depths = latent_layers(model) > 0, model.mtp_num_layers
     can_overlap = min(stages, int(values.get(VIRTUAL_STAGES) or 1)) > 1 and depths < 2 and not is_hybrid(model)
+    states = settings.keys() & {"exp_avg_dtype", "main_params_dtype"}
     return {
         **({EXPERT_TENSOR: 1} if whole and EXPERT_TENSOR not in values else {}),
         **narrow_hybrids(task),
@@ -275,6 +274,8 @@ def _defaults(
         "moe_router_fusion": kind != "local" and not _PLAIN_ROUTERS.search(described),
         **(_GRAPHS if _CAPTURED.search(described) and not (is_repeated or "cuda_graph_impl" in settings) else {}),
         **({EXPERT_OVERLAP: True} if is_wide and can_overlap and not is_repeated else {}),
+        # Megatron-Bridge's mixed precision copies it to the optimizer of a 16-bit job; Megatron's recipes name both
+        **({"fp8_recipe": "tensorwise"} if states == {"exp_avg_dtype"} and task.spec.train.precision == "bf16" else {}),
         "cp_comm_type": "p2p",
         **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0 if flash else 0.1),  # older models had some
     }
@@ -318,9 +319,8 @@ def read_notes(notes: str) -> Mapping[str, SettingValue]:
     remaining = remaining.lower()
     for flag in _switch_patterns():
         if match := flag.search(remaining):
-            off = bool(match["no"] or match["off"])
-            name, value = _setting_name(match["name"]), "false" if off else "true"
-            _add_missing(settings, setting_from_text(name, value))
+            value = "false" if match["no"] or match["off"] else "true"
+            _add_missing(settings, setting_from_text(_setting_name(match["name"]), value))
             remaining = remaining[: match.start()] + ";" + remaining[match.end() :]
     for phrase, phrase_settings in _tables()["phrases"].items():
         match = re.search(phrase, remaining)

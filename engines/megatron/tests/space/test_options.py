@@ -265,9 +265,7 @@ def test_published_run_overlaps_tensor_parallelism_only_in_a_fully_tuned_run() -
         ({"expert_model_parallel_size": 8, **INTERLEAVED, "recompute_granularity": "full"}, ("flex", False)),
     ],
 )
-def test_published_run_sends_tokens_to_experts_on_other_nodes_once(
-    values: dict[str, Any], found: tuple[str, bool]
-) -> None:
+def test_published_run_sends_tokens_to_other_nodes_once(values: dict[str, Any], found: tuple[str, bool]) -> None:
     cluster = Cluster(groups=(NodeGroup(chip=tasks.CHIP, nodes=4, devices_per_node=4),))
     task, *_ = ENGINE.published(dataclasses.replace(tasks.task(WIDE), cluster=cluster), values, "")
     assert (options(task).dispatcher, options(task).overlap_expert_comm) == found
@@ -283,14 +281,17 @@ def test_published_run_splits_experts_like_other_layers_if_it_can(tensor: int, s
 @pytest.mark.parametrize(
     ("precision", "latent", "layers"), [("bf16", 64, 0), ("mxfp8", 64, 0), ("nvfp4", None, 0), ("nvfp4", 64, 1 + 8)]
 )
-def test_published_run_of_a_hybrid_keeps_some_parts_in_more_bits(
-    precision: str, latent: int | None, layers: int
-) -> None:
+def test_published_run_of_a_hybrid_keeps_parts_in_more_bits(precision: str, latent: int | None, layers: int) -> None:
     layer = layer_of(WIDE, None, "experts")
     model = dataclasses.replace(WIDE, num_layers=50, layers=(layer,) * 50, mtp_num_layers=2, moe_latent_size=latent)
     options = published({}, model=model, precision=precision)
     assert (options.wide_layers, options.wide_mtp) == (layers, precision != "bf16")
     assert (bool(options.wide_modules), bool(options.mxfp8_modules)) == (layers > 0, layers > 0)
+
+
+def test_published_run_that_names_moments_but_not_main_parameters_holds_these_whole() -> None:
+    assert not published({}, "exp_avg bf16").precision_aware_optimizer
+    assert published({}, "exp_avg bf16; main_params_dtype=fp32").precision_aware_optimizer
 
 
 def test_published_run_of_a_model_named_after_adapters_trains_these() -> None:
