@@ -41,7 +41,9 @@ class Batches(Arrivals):
     def _known_time(self) -> float:
         """Return the time until which the scheduler knows what happened, and free what ended until then."""
         while self.ending and self.ending[0][0] <= self.known:
-            self.held -= self.ending.popleft()[1]
+            _, tokens, request = self.ending.popleft()
+            self.held -= tokens
+            self._free(request, tokens, self.grown)
             self.is_closed = self.is_closed and bool(self.free)
         return self.known
 
@@ -120,7 +122,9 @@ class Batches(Arrivals):
         them. Free blocks are taken in the order in which they became free, the last block of a sequence first (vLLM
         0.32 `v1/core/block_pool.py`: free_blocks; `single_type_kv_cache_manager.py`: free)."""
         whole = request.prompt + request.made - 1.0 - self.prefix
-        found = max(min(request.kept - self.freed - self.used, whole), 0.0)
+        taken = self.used + self.held + self.freed
+        found = request.kept - taken + self.parts - max(self.front + self.taken - taken, 0.0)
+        found = max(min(found, whole), 0.0)
         found -= found % self.block
         self.freed -= found
         request.kept = 0.0
@@ -309,8 +313,10 @@ class Batches(Arrivals):
         """End a request whose cache had `tokens`."""
         request.end = self.now
         if self.lag:
-            self.ending.append((self.now, tokens))
+            self.ending.append((self.now, tokens, request))
             self.held += tokens
+        else:
+            self._free(request, tokens, self.grown)
         if self.free or not self.lag:
             self.is_closed = False
         if not self.open and self.sent < len(self.requests):

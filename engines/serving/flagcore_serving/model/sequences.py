@@ -34,7 +34,8 @@ class Sequences:
     - `phases`: by step modulo `block`, the running sequences that take another block in it.
     - `offset` + running x `step`: context tokens of the running sequences.
     - `finish` - running x `step`: remaining output tokens of the running sequences.
-    - `freed`: tokens of whole blocks that were taken, and are not any more, since whole blocks are counted.
+    - `freed`: tokens of blocks that were taken, and are not any more, since whole blocks are counted; `parts`: those of
+      blocks in part, of which `front` were free when `taken` had been taken. They are taken first.
     - `promised`: output tokens of admitted requests whose prompts are not yet computed.
     - `grown`: tokens of blocks that the next step needs; with pipeline stages, those of the group whose turn it is.
       `resting`: those of sequences that were not in the last iteration, so that the engine has not taken them yet.
@@ -54,6 +55,7 @@ class Sequences:
         *("lag", "gain", "made", "now", "known", "held", "stalled", "used", "freed", "link", "promised", "joined"),
         *("step", "running", "offset", "finish", "tickets", "turn", "others", "grown", "resting", "free", "groups"),
         *("idle_s", "steady", "growth", "marks", "periods", "members", "preemptions", "calls", "receive", "since"),
+        *("front", "parts", "taken"),
     )
 
     def __init__(self, price: Price) -> None:
@@ -66,12 +68,13 @@ class Sequences:
         self.used_adapters, self.in_slots = Counter[int](), dict[int, None]()
         self.queue, self.partial, self.loading = deque[Request](), deque[Request](), deque[Request]()
         self.heap, self.order, self.joined = list[tuple[int, int, Request]](), list[Request](), dict[float, int]()
-        self.ending = deque[tuple[float, float]]()
+        self.ending = deque[tuple[float, float, Request]]()
         self.lag, self.gain = self.lane.ahead, self.lane.gain  # in iterations; tokens of one
         self.made = 0.0  # parts of a token
         self.now = self.known = self.held = self.stalled = self.used = self.freed = self.link = self.promised = 0.0
         self.step = self.running = self.offset = self.finish = self.tickets = self.turn = self.others = self.grown = 0
         self.preemptions = self.steady = self.resting = self.since = 0
+        self.front = self.parts = self.taken = 0.0
         self.free, self.groups, self.members = list[float](), list[Group](), tuple[int, ...]()
         self.calls, self.idle_s, self.growth = deque[float](), 0.0, 0.0
         if self.lane.stages > 1.0:
@@ -93,16 +96,25 @@ class Sequences:
         if request.parts:
             self.holders.subtract([part for part, _ in request.parts])
             self.used -= sum([size for part, size in request.parts if not self.holders[part]])
-        if self.block == 1:
-            self.grown -= 1
-        else:
-            computed = (request.prompt + request.made - 1 - self.prefix) % self.block
-            self.grown -= 0 if computed else self.block
-            self.freed += tokens - (self.block if computed else 0)  # a block in part is taken first
+        self.grown -= 0 if self._last(request) else self.block
         if self.lane.adapters and request.adapter >= 0:
             self.used_adapters[request.adapter] -= 1
             self.used_adapters += Counter()  # without adapters that no request uses
         return tokens
+
+    def _last(self, request: Request) -> float:
+        """Return the computed tokens in the last block of a request; 0 if all its blocks are full."""
+        return (request.prompt + request.made - 1 - self.prefix) % self.block
+
+    def _free(self, request: Request, tokens: float, due: float) -> None:
+        """Let others take the blocks of a request, beside `due` tokens that count as taken, but are taken now."""
+        self.freed += tokens
+        if not self._last(request):
+            self.freed -= self.block  # it was not taken
+            return
+        taken = self.used + self.held + self.freed - due
+        self.front, self.parts = max(self.front + self.taken - taken, 0.0) + self.block, self.parts + self.block
+        self.taken = taken
 
     def _join(self, request: Request) -> None:
         """Add a request to the decoding sequences."""
@@ -203,12 +215,12 @@ class Sequences:
             request = self.order.pop()
             while not request.ticket:
                 request = self.order.pop()
-        turn = self.turn
+        turn, over = self.turn, self.used + self.held - self.capacity
         self._switch(request.group)
-        self._stop(request)
+        self._free(request, self._stop(request), over)
         request.loaded = self.now  # its tokens in flight are awaited before it is computed again
         if self.lane.finds and self.block > 1:
-            request.kept = self.capacity - self.held + self.freed
+            request.kept = self.capacity + self.freed - self.parts
         if self.overheads.preempted_last:
             self.queue.append(request)
         else:
