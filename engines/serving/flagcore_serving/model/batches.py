@@ -43,7 +43,8 @@ class Batches(Arrivals):
         while self.ending and self.ending[0][0] <= self.known:
             _, tokens, request = self.ending.popleft()
             self.held -= tokens
-            self._free(request, tokens, self.grown)
+            if self.block > 1:
+                self._free(request, tokens, self.grown)
             self.is_closed = self.is_closed and bool(self.free)
         return self.known
 
@@ -315,7 +316,7 @@ class Batches(Arrivals):
         if self.lag:
             self.ending.append((self.now, tokens, request))
             self.held += tokens
-        else:
+        elif self.block > 1:
             self._free(request, tokens, self.grown)
         if self.free or not self.lag:
             self.is_closed = False
@@ -345,8 +346,10 @@ class Batches(Arrivals):
             count = min(count, poll_step - step)
         start = self.now
         self._advance(self._tokens(count) if gain > 1.0 else count, base * count + growth * (count * (count - 1) / 2.0))
-        known = self.now - self.lag * (base + growth * (count - 1))
-        self.known = max(self.known, start if self.lag and count == 1 else known)  # without rounding: ends are compared
+        if count > 1 or not self.lag:  # otherwise without rounding: ends are compared
+            start = self.now - self.lag * (base + growth * (count - 1))
+        if start > self.known:
+            self.known = start
         self._finish()
 
     def _iterations(self, tokens: int) -> int:

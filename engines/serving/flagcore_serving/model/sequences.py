@@ -96,7 +96,8 @@ class Sequences:
         if request.parts:
             self.holders.subtract([part for part, _ in request.parts])
             self.used -= sum([size for part, size in request.parts if not self.holders[part]])
-        self.grown -= 0 if self._last(request) else self.block
+        if self.block == 1 or not self._last(request):
+            self.grown -= self.block
         if self.lane.adapters and request.adapter >= 0:
             self.used_adapters[request.adapter] -= 1
             self.used_adapters += Counter()  # without adapters that no request uses
