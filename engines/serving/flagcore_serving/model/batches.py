@@ -85,7 +85,7 @@ class Batches(Arrivals):
             if lane.adapters:
                 self._use_adapter(request)
             if self.reserve:
-                self.promised += self._reserved(request.output)
+                self.promised += min(request.output, self.overheads.reserved)
             hit = max(request.hit, self._found(request)) if request.kept else request.hit
             self.used += cached
             if request.parts:
@@ -112,11 +112,7 @@ class Batches(Arrivals):
             future += sum([group.finish - group.running * group.step for group in self.groups])
         fallen = self.overheads.falls * (self.step - self.since) * (len(self.free) or 1)
         share = max(self.reserve - fallen, self.overheads.least)
-        return self._reserved(request.output - request.made) + self.promised + share * future
-
-    def _reserved(self, tokens: int) -> float:
-        """Return how many of the tokens of an answer the cache must have free before the request is admitted."""
-        return min(tokens, self.overheads.reserved)
+        return min(request.output - request.made, self.overheads.reserved) + self.promised + share * future
 
     def _found(self, request: Request) -> float:
         """Return the tokens of a preempted sequence whose blocks are still in the cache: no other sequence has taken
@@ -223,9 +219,8 @@ class Batches(Arrivals):
     def _pieces(self, decoding: int, budget: float) -> bool:
         """Compute in one step all iterations in which each attention DP rank computes a piece of one long prompt.
 
-        Return False if they are at most `MIN_PIECES`, or if a rank has no such prompt.
-        The last pieces of the prompts are left to `_prompts`. No decoding sequence ends before the last of these
-        iterations.
+        Return False if they are at most `MIN_PIECES`, or if a rank has no such prompt. The last pieces are left to
+        `_prompts`. No decoding sequence ends before the last of these iterations.
         """
         ranks = self.lane.ranks
         budget -= budget % (self.lane.chunk * ranks) if self.lane.chunk else 0.0
@@ -268,7 +263,7 @@ class Batches(Arrivals):
         if request.first < 0:
             request.first = self.now
         if self.reserve:
-            self.promised -= self._reserved(request.output)
+            self.promised -= min(request.output, self.overheads.reserved)
         request.made += 1
         if self.block == 1 or (request.prompt + request.made - self.prefix) % self.block == 1.0:  # the first of a block
             self.used += self.block

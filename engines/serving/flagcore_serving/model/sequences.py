@@ -8,9 +8,6 @@ from math import inf
 from flagcore_serving.model.price import Price
 from flagcore_serving.model.request import Request
 
-RETRACTED = 20
-"""Tokens that SGLang expects of a sequence after a retraction (0.5.23 `environ.py`: SGLANG_RETRACT_DECODE_STEPS)."""
-
 
 class Group:
     """The sequences that take turns with others in a pipeline. The attributes are those of `Sequences`."""
@@ -109,13 +106,11 @@ class Sequences:
 
     def _free(self, request: Request, tokens: float, due: float) -> None:
         """Let others take the blocks of a request, beside `due` tokens that count as taken, but are taken now."""
-        self.freed += tokens
-        if not self._last(request):
-            self.freed -= self.block  # it was not taken
-            return
-        taken = self.used + self.held + self.freed - due
-        self.front, self.parts = max(self.front + self.taken - taken, 0.0) + self.block, self.parts + self.block
-        self.taken = taken
+        self.freed += tokens if self._last(request) else tokens - self.block  # without one that it has not taken
+        if self._last(request):
+            before, self.taken = self.taken, self.used + self.held + self.freed - due
+            self.front = max(self.front + before - self.taken, 0.0) + self.block
+            self.parts += self.block
 
     def _join(self, request: Request) -> None:
         """Add a request to the decoding sequences."""
@@ -197,9 +192,9 @@ class Sequences:
         before = self.preemptions
         while self.used + self.held > self.capacity and self.running + self.others > 1:
             self._preempt()
-        if self.overheads.falls and self.preemptions > before:
+        if self.overheads.falls and self.preemptions > before:  # 20: SGLANG_RETRACT_DECODE_STEPS
             outputs = sum([each.output for _, ticket, each in self.heap if each.ticket == ticket])
-            known = outputs - self.finish + self.running * (self.step + RETRACTED - self.lag)
+            known = outputs - self.finish + self.running * (self.step + 20.0 - self.lag)
             self.reserve, self.since = min(known / (outputs + 1.0), 1.0), self.step + 1
         return self.preemptions == before
 
