@@ -43,8 +43,7 @@ class Batches(Arrivals):
         while self.ending and self.ending[0][0] <= self.known:
             _, tokens, request = self.ending.popleft()
             self.held -= tokens
-            if self.block > 1:
-                self._free(request, tokens, self.grown)
+            self._free(request, tokens, self.grown)
             self.is_closed = self.is_closed and bool(self.free)
         return self.known
 
@@ -311,7 +310,7 @@ class Batches(Arrivals):
         if self.lag:
             self.ending.append((self.now, tokens, request))
             self.held += tokens
-        elif self.block > 1:
+        else:
             self._free(request, tokens, self.grown)
         if self.free or not self.lag:
             self.is_closed = False
@@ -343,8 +342,7 @@ class Batches(Arrivals):
         self._advance(self._tokens(count) if gain > 1.0 else count, base * count + growth * (count * (count - 1) / 2.0))
         if count > 1 or not self.lag:  # otherwise without rounding: ends are compared
             start = self.now - self.lag * (base + growth * (count - 1))
-        if start > self.known:
-            self.known = start
+        self.known = max(self.known, start)
         self._finish()
 
     def _iterations(self, tokens: int) -> int:

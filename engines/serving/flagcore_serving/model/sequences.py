@@ -47,12 +47,12 @@ class Sequences:
     """
 
     __slots__ = (
-        *("price", "lane", "overheads", "prefix", "capacity", "beside", "block", "is_closed", "phases"),
+        *("price", "lane", "overheads", "prefix", "capacity", "beside", "block", "is_closed", "phases", "preemptions"),
         *("reserve", "holders", "used_adapters", "in_slots", "queue", "partial", "loading", "heap", "order", "ending"),
         *("lag", "gain", "made", "now", "known", "held", "stalled", "used", "freed", "link", "promised", "joined"),
         *("step", "running", "offset", "finish", "tickets", "turn", "others", "grown", "resting", "free", "groups"),
-        *("idle_s", "steady", "growth", "marks", "periods", "members", "preemptions", "calls", "receive", "since"),
-        *("front", "parts", "taken"),
+        *("idle_s", "steady", "growth", "marks", "periods", "members", "calls", "receive", "since", "front", "parts"),
+        "taken",
     )
 
     def __init__(self, price: Price) -> None:
