@@ -41,7 +41,9 @@ class Batches(Arrivals):
     def _known_time(self) -> float:
         """Return the time until which the scheduler knows what happened, and free what ended until then."""
         while self.ending and self.ending[0][0] <= self.known:
-            self.held -= self.ending.popleft()[1]
+            _, tokens, request = self.ending.popleft()
+            self.held -= tokens
+            self._free(request, tokens, self.grown)
             self.is_closed = self.is_closed and bool(self.free)
         return self.known
 
@@ -82,7 +84,7 @@ class Batches(Arrivals):
             if lane.adapters:
                 self._use_adapter(request)
             if self.reserve:
-                self.promised += self._reserved(request.output)
+                self.promised += min(request.output, self.overheads.reserved)
             hit = max(request.hit, self._found(request)) if request.kept else request.hit
             self.used += cached
             if request.parts:
@@ -109,18 +111,16 @@ class Batches(Arrivals):
             future += sum([group.finish - group.running * group.step for group in self.groups])
         fallen = self.overheads.falls * (self.step - self.since) * (len(self.free) or 1)
         share = max(self.reserve - fallen, self.overheads.least)
-        return self._reserved(request.output - request.made) + self.promised + share * future
-
-    def _reserved(self, tokens: int) -> float:
-        """Return how many of the tokens of an answer the cache must have free before the request is admitted."""
-        return min(tokens, self.overheads.reserved)
+        return min(request.output - request.made, self.overheads.reserved) + self.promised + share * future
 
     def _found(self, request: Request) -> float:
         """Return the tokens of a preempted sequence whose blocks are still in the cache: no other sequence has taken
         them. Free blocks are taken in the order in which they became free, the last block of a sequence first (vLLM
         0.32 `v1/core/block_pool.py`: free_blocks; `single_type_kv_cache_manager.py`: free)."""
         whole = request.prompt + request.made - 1.0 - self.prefix
-        found = max(min(request.kept - self.freed - self.used, whole), 0.0)
+        taken = self.used + self.held + self.freed
+        found = request.kept - taken + self.parts - max(self.front + self.taken - taken, 0.0)
+        found = max(min(found, whole), 0.0)
         found -= found % self.block
         self.freed -= found
         request.kept = 0.0
@@ -218,9 +218,8 @@ class Batches(Arrivals):
     def _pieces(self, decoding: int, budget: float) -> bool:
         """Compute in one step all iterations in which each attention DP rank computes a piece of one long prompt.
 
-        Return False if they are at most `MIN_PIECES`, or if a rank has no such prompt.
-        The last pieces of the prompts are left to `_prompts`. No decoding sequence ends before the last of these
-        iterations.
+        Return False if they are at most `MIN_PIECES`, or if a rank has no such prompt. The last pieces are left to
+        `_prompts`. No decoding sequence ends before the last of these iterations.
         """
         ranks = self.lane.ranks
         budget -= budget % (self.lane.chunk * ranks) if self.lane.chunk else 0.0
@@ -263,7 +262,7 @@ class Batches(Arrivals):
         if request.first < 0:
             request.first = self.now
         if self.reserve:
-            self.promised -= self._reserved(request.output)
+            self.promised -= min(request.output, self.overheads.reserved)
         request.made += 1
         if self.block == 1 or (request.prompt + request.made - self.prefix) % self.block == 1.0:  # the first of a block
             self.used += self.block
@@ -309,8 +308,10 @@ class Batches(Arrivals):
         """End a request whose cache had `tokens`."""
         request.end = self.now
         if self.lag:
-            self.ending.append((self.now, tokens))
+            self.ending.append((self.now, tokens, request))
             self.held += tokens
+        else:
+            self._free(request, tokens, self.grown)
         if self.free or not self.lag:
             self.is_closed = False
         if not self.open and self.sent < len(self.requests):
@@ -339,8 +340,9 @@ class Batches(Arrivals):
             count = min(count, poll_step - step)
         start = self.now
         self._advance(self._tokens(count) if gain > 1.0 else count, base * count + growth * (count * (count - 1) / 2.0))
-        known = self.now - self.lag * (base + growth * (count - 1))
-        self.known = max(self.known, start if self.lag and count == 1 else known)  # without rounding: ends are compared
+        if count > 1 or not self.lag:  # otherwise without rounding: ends are compared
+            start = self.now - self.lag * (base + growth * (count - 1))
+        self.known = max(self.known, start)
         self._finish()
 
     def _iterations(self, tokens: int) -> int:

@@ -162,7 +162,7 @@ class Disaggregated(Simulation):
                 tokens = float(request.prompt + request.made)
                 self._pause(self.price.mixed(0, tokens, tokens, 0.5 * tokens**2, 1))
             if self.reserve:
-                self.promised -= self._reserved(request.output)
+                self.promised -= min(request.output, self.overheads.reserved)
             self._join(request)
             if request.first < 0:
                 running = self.running

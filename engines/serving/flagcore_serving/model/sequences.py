@@ -8,9 +8,6 @@ from math import inf
 from flagcore_serving.model.price import Price
 from flagcore_serving.model.request import Request
 
-RETRACTED = 20
-"""Tokens that SGLang expects of a sequence after a retraction (0.5.23 `environ.py`: SGLANG_RETRACT_DECODE_STEPS)."""
-
 
 class Group:
     """The sequences that take turns with others in a pipeline. The attributes are those of `Sequences`."""
@@ -34,7 +31,8 @@ class Sequences:
     - `phases`: by step modulo `block`, the running sequences that take another block in it.
     - `offset` + running x `step`: context tokens of the running sequences.
     - `finish` - running x `step`: remaining output tokens of the running sequences.
-    - `freed`: tokens of whole blocks that were taken, and are not any more, since whole blocks are counted.
+    - `freed`: tokens of blocks that were taken, and are not any more, since whole blocks are counted; `parts`: those of
+      blocks in part, of which `front` were free when `taken` had been taken. They are taken first.
     - `promised`: output tokens of admitted requests whose prompts are not yet computed.
     - `grown`: tokens of blocks that the next step needs; with pipeline stages, those of the group whose turn it is.
       `resting`: those of sequences that were not in the last iteration, so that the engine has not taken them yet.
@@ -49,11 +47,12 @@ class Sequences:
     """
 
     __slots__ = (
-        *("price", "lane", "overheads", "prefix", "capacity", "beside", "block", "is_closed", "phases"),
+        *("price", "lane", "overheads", "prefix", "capacity", "beside", "block", "is_closed", "phases", "preemptions"),
         *("reserve", "holders", "used_adapters", "in_slots", "queue", "partial", "loading", "heap", "order", "ending"),
         *("lag", "gain", "made", "now", "known", "held", "stalled", "used", "freed", "link", "promised", "joined"),
         *("step", "running", "offset", "finish", "tickets", "turn", "others", "grown", "resting", "free", "groups"),
-        *("idle_s", "steady", "growth", "marks", "periods", "members", "preemptions", "calls", "receive", "since"),
+        *("idle_s", "steady", "growth", "marks", "periods", "members", "calls", "receive", "since", "front", "parts"),
+        "taken",
     )
 
     def __init__(self, price: Price) -> None:
@@ -66,12 +65,13 @@ class Sequences:
         self.used_adapters, self.in_slots = Counter[int](), dict[int, None]()
         self.queue, self.partial, self.loading = deque[Request](), deque[Request](), deque[Request]()
         self.heap, self.order, self.joined = list[tuple[int, int, Request]](), list[Request](), dict[float, int]()
-        self.ending = deque[tuple[float, float]]()
+        self.ending = deque[tuple[float, float, Request]]()
         self.lag, self.gain = self.lane.ahead, self.lane.gain  # in iterations; tokens of one
         self.made = 0.0  # parts of a token
         self.now = self.known = self.held = self.stalled = self.used = self.freed = self.link = self.promised = 0.0
         self.step = self.running = self.offset = self.finish = self.tickets = self.turn = self.others = self.grown = 0
         self.preemptions = self.steady = self.resting = self.since = 0
+        self.front = self.parts = self.taken = 0.0
         self.free, self.groups, self.members = list[float](), list[Group](), tuple[int, ...]()
         self.calls, self.idle_s, self.growth = deque[float](), 0.0, 0.0
         if self.lane.stages > 1.0:
@@ -93,16 +93,24 @@ class Sequences:
         if request.parts:
             self.holders.subtract([part for part, _ in request.parts])
             self.used -= sum([size for part, size in request.parts if not self.holders[part]])
-        if self.block == 1:
-            self.grown -= 1
-        else:
-            computed = (request.prompt + request.made - 1 - self.prefix) % self.block
-            self.grown -= 0 if computed else self.block
-            self.freed += tokens - (self.block if computed else 0)  # a block in part is taken first
+        if self.block == 1 or not self._last(request):
+            self.grown -= self.block
         if self.lane.adapters and request.adapter >= 0:
             self.used_adapters[request.adapter] -= 1
             self.used_adapters += Counter()  # without adapters that no request uses
         return tokens
+
+    def _last(self, request: Request) -> float:
+        """Return the computed tokens in the last block of a request; 0 if all its blocks are full."""
+        return (request.prompt + request.made - 1 - self.prefix) % self.block
+
+    def _free(self, request: Request, tokens: float, due: float) -> None:
+        """Let others take the blocks of a request, beside `due` tokens that count as taken, but are taken now."""
+        self.freed += tokens if self._last(request) else tokens - self.block  # without one that it has not taken
+        if self._last(request):
+            before, self.taken = self.taken, self.used + self.held + self.freed - due
+            self.front = max(self.front + before - self.taken, 0.0) + self.block
+            self.parts += self.block
 
     def _join(self, request: Request) -> None:
         """Add a request to the decoding sequences."""
@@ -184,9 +192,9 @@ class Sequences:
         before = self.preemptions
         while self.used + self.held > self.capacity and self.running + self.others > 1:
             self._preempt()
-        if self.overheads.falls and self.preemptions > before:
+        if self.overheads.falls and self.preemptions > before:  # 20: SGLANG_RETRACT_DECODE_STEPS
             outputs = sum([each.output for _, ticket, each in self.heap if each.ticket == ticket])
-            known = outputs - self.finish + self.running * (self.step + RETRACTED - self.lag)
+            known = outputs - self.finish + self.running * (self.step + 20.0 - self.lag)
             self.reserve, self.since = min(known / (outputs + 1.0), 1.0), self.step + 1
         return self.preemptions == before
 
@@ -203,12 +211,12 @@ class Sequences:
             request = self.order.pop()
             while not request.ticket:
                 request = self.order.pop()
-        turn = self.turn
+        turn, over = self.turn, self.used + self.held - self.capacity
         self._switch(request.group)
-        self._stop(request)
+        self._free(request, self._stop(request), over)
         request.loaded = self.now  # its tokens in flight are awaited before it is computed again
         if self.lane.finds and self.block > 1:
-            request.kept = self.capacity - self.held + self.freed
+            request.kept = self.capacity + self.freed - self.parts
         if self.overheads.preempted_last:
             self.queue.append(request)
         else:

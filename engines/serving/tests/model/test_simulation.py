@@ -227,11 +227,6 @@ def test_a_pipeline_ends_whatever_the_rounding_of_its_times() -> None:
     assert not Simulation(price, [(1, 1)], [0.0], 1).run(lambda now: True).is_stopped
 
 
-def test_an_engine_that_reserves_output_tokens_never_preempts() -> None:
-    price = price_of(replace(LANE, cache_tokens=2000.0), reserve=1.0)
-    assert Simulation(price, [(200, 300)] * 8, [0.0] * 8, 8).run().preemptions == 0
-
-
 @pytest.mark.parametrize(("sent", "waits"), [(0.1, True), (1.0, False)])
 def test_a_reserve_falls_but_after_a_refusal_no_request_is_admitted_until_one_ends(sent: float, waits: bool) -> None:
     price = price_of(replace(LANE, cache_tokens=800.0, block=1.0), reserve=1.0, falls=0.01, least=0.1)
@@ -441,10 +436,6 @@ def test_text_prompts_wait_for_the_tokenizer_one_after_the_other() -> None:
 LENGTHS = [(512, 64)] * 96
 
 
-def price(lane: Lane = LANE) -> Price:
-    return Price(times(), 0, lane, OVER)
-
-
 def run(
     lengths: list[tuple[int, int]],
     arrivals: list[float] | None,
@@ -454,8 +445,8 @@ def run(
     transfer: float = 0.0,
     lane: Lane = LANE,
 ) -> SimulatedRun:
-    prefill = Prefill(price=price(), per_decode=per_decode, transfer=transfer)
-    return Disaggregated(price(lane), prefill, lengths, arrivals, concurrency).run()
+    prefill = Prefill(price=price_of(), per_decode=per_decode, transfer=transfer)
+    return Disaggregated(price_of(lane), prefill, lengths, arrivals, concurrency).run()
 
 
 def rate(outcome: SimulatedRun) -> float:
@@ -465,8 +456,8 @@ def rate(outcome: SimulatedRun) -> float:
 def test_a_lone_request_passes_through_all_stages_once() -> None:
     (request,) = run([(512, 3)], [1.0], transfer=1e-3).requests
     front = 2.0 * OVER.request + OVER.entry
-    prefill = price().mixed(0, 512.0, 512.0, 0.5 * 512.0**2, 1)
-    first = 1.0 + front + prefill + 512 * 1e-3 + price().decode(1) + price().cached(1) * 512
+    prefill = price_of().mixed(0, 512.0, 512.0, 0.5 * 512.0**2, 1)
+    first = 1.0 + front + prefill + 512 * 1e-3 + price_of().decode(1) + price_of().cached(1) * 512
     assert request.first == pytest.approx(first, rel=1e-3)
     assert request.end > request.first
     assert request.made == 3
@@ -475,7 +466,7 @@ def test_a_lone_request_passes_through_all_stages_once() -> None:
 def test_prompts_do_not_delay_answers() -> None:
     """A prompt of 16,384 tokens arrives while another answer is decoded."""
     lengths, arrivals = [(64, 400), (16_384, 2)], [0.0, 0.02]
-    both = Simulation(price(), lengths, arrivals, 2).run()
+    both = Simulation(price_of(), lengths, arrivals, 2).run()
     apart = run(lengths, arrivals)
     alone = run(lengths[:1], arrivals[:1])
     assert max(gap for gap, _ in apart.gaps) < 2.0 * max(gap for gap, _ in alone.gaps)
@@ -484,7 +475,7 @@ def test_prompts_do_not_delay_answers() -> None:
 
 def test_the_slower_side_limits_the_rate() -> None:
     tokens = LANE.budget // 512 * 512
-    limit = (tokens / 512) / price().mixed(0, tokens, 512.0, tokens / 512 * 0.5 * 512**2, int(tokens / 512))
+    limit = (tokens / 512) / price_of().mixed(0, tokens, 512.0, tokens / 512 * 0.5 * 512**2, int(tokens / 512))
     short = [(512, 2)] * 256
     assert rate(run(short, [0.0] * 256)) == pytest.approx(limit, rel=0.1)
     assert rate(run(short, [0.0] * 256, per_decode=0.25)) == pytest.approx(limit / 4.0, rel=0.1)
