@@ -1,7 +1,5 @@
 """Every public name on every engine gets an answer or one line that says why not, and has equal weights everywhere.
 
-Every public name on every engine: whether it gets an answer, and how many weights each path counts.
-
 `python -m tests.product.models.test_matrix [NAME ...]` prints a JSON line per cell, or all without names."""
 
 import json
@@ -270,7 +268,7 @@ def _resized(platform: Platform, model: Model, nodes: int, devices: int, **work:
 def weights(name: str, engine: str, platform: Platform, values: Mapping[str, KnobValue]) -> dict[str, float]:
     """Return the weights of a model by path.
 
-    `catalogue`: what the public table counts. `memory`: what a device of a server holds in 16 bits, or what two
+    `catalogue`: what the public table counts. `memory`: what a device of a server holds in 16 bits, or what
     replicas of a training job divide. `stages of N`: all components of a Megatron job on all stages of a pipeline.
     """
     model, (alone, replicas) = text_model(name), ONE_DEVICE[engine]
@@ -282,12 +280,13 @@ def weights(name: str, engine: str, platform: Platform, values: Mapping[str, Kno
         found["memory"] = float(held.static_bytes[0] - held.figures["kv_cache_bytes"][0]) / 2.0
         found["memory"] += on_host * model.hidden_size  # the embedding
         return found
-    static = list[float]()
-    for devices in (1, 2):
+    is_odd = engine == "fsdp2" and model.experts % 2  # its ranks have whole experts
+    ranks, static = (1, model.experts if is_odd else 2), list[float]()
+    for devices in ranks:
         few = _resized(platform, model, 1, devices)
         sized = {**own, replicas: devices} if replicas else own
         static.append(float(predict_columns(few, candidate_columns(few, sized)).static_bytes[0]))
-    counts = [2.0 * (static[0] - static[1]) / each for each in SPLIT_BYTES[engine]]
+    counts = [ranks[1] / (ranks[1] - 1.0) * (static[0] - static[1]) / each for each in SPLIT_BYTES[engine]]
     found["memory"] = min(counts, key=lambda count: abs(count - found["catalogue"]))
     if engine == "megatron":
         staged = _resized(platform, model, 1, DEVICES)
