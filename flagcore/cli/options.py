@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from flagcore import api
-from flagcore.domain.secrets import redact_text
 from flagcore.errors import NoDevice, SpecError
 from flagcore.i18n import N_, _, in_english, printable, wrapped
 
@@ -413,10 +412,11 @@ def joined(records: list[dict[str, Any]], form: str, key: str, separator: str = 
 def say(text: str) -> None:
     """Print a message without secrets to stderr, in lines that fit the terminal. Does nothing if stderr is closed, and
     in a command with `--quiet`."""
-    if is_quiet():
-        return
+    from flagcore.domain.secrets import redact_text  # late, because its patterns are slow
+
     with suppress(OSError, ValueError):
-        click.echo(printable(_wrapped(redact_text(text), _message_width())), err=True)
+        if not is_quiet():
+            click.echo(printable(_wrapped(redact_text(text), _message_width())), err=True)
 
 
 def show_records(records: Sequence[Mapping[str, Any]], form: str, columns: str | Mapping[str, str]) -> None:
