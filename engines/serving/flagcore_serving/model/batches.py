@@ -43,7 +43,8 @@ class Batches(Arrivals):
         while self.ending and self.ending[0][0] <= self.known:
             _, tokens, request = self.ending.popleft()
             self.held -= tokens
-            self._free(request, tokens, self.grown)
+            if self.block > 1:
+                self._free(request, tokens, self.grown)
             self.is_closed = self.is_closed and bool(self.free)
         return self.known
 
@@ -310,7 +311,7 @@ class Batches(Arrivals):
         if self.lag:
             self.ending.append((self.now, tokens, request))
             self.held += tokens
-        else:
+        elif self.block > 1:
             self._free(request, tokens, self.grown)
         if self.free or not self.lag:
             self.is_closed = False
