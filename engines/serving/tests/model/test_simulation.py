@@ -196,6 +196,13 @@ def test_a_preempted_sequence_finds_the_blocks_that_no_other_has_taken() -> None
     ]
     assert [each.preemptions for each in again] == [1, 1, 0]
     assert again[1].duration < again[0].duration
+    price = price_of(replace(LANE, cache_tokens=20 * 16.0))
+    lost, found = (
+        Simulation(price_of(replace(price.lane, finds=finds)), [(150, 20), (150, 33)], [0.0] * 2, 2).run().duration
+        for finds in (False, True)
+    )
+    whole, rest = (price.mixed(0, tokens, tokens, tokens * (161.0 - 0.5 * tokens), 1) for tokens in (161.0, 17.0))
+    assert lost - found == pytest.approx(whole - rest)  # 9 of its 10 blocks: the other sequence took the last one
 
 
 @pytest.mark.parametrize(("blocks", "preemptions"), [(4, 0), (3, 1)])
