@@ -5,11 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from flagcore_models.layers import attention_of, layers_of, network_of
+from flagcore_models.mixers.compressed_attention import CompressedAttention
 
 from flagcore.domain.model import Layer, Mixer, Model
 
 Kind = Mixer | Mapping[str, Any] | None
 """A mixer, or the sizes of softmax attention that differ from the model's; None: no mixer."""
+COMPRESSED = CompressedAttention(num_heads=32, head_dim=128, query_rank=64, window=8, output_groups=4, output_rank=64)
 
 
 def layer_of(model: Model, kind: Kind = {}, network: str = "dense", *, repeats: bool = False) -> Layer:  # noqa: B006

@@ -13,7 +13,7 @@ from flagcore_training.time.layer import layer_time
 from flagcore_training.time.step import costs_in_run, rank_time, step_time
 from flagcore_training.weights import model_flops
 
-from engines.models.tests.examples import mixed
+from engines.models.tests.examples import COMPRESSED, mixed
 from engines.training.tests.simulation import LLAMA, TOPOLOGY, plain_costs
 from engines.training.tests.simulation import layout as layout_of
 from engines.training.tests.simulation import train as train_of
@@ -109,20 +109,12 @@ COMPARED: dict[str, tuple[str, Job, Job, float, float]] = {
     "gradients of adapters": ("compute_s", (with_options(adapter=Adapter()), {}), ONE, 0.67, 0.97),
     "wider adapters": ("compute_s", (with_options(adapter=Adapter(rank=512)), {}), ADAPTED, 1.05, 1.5),
     "adapters of fewer layers": (
-        "compute_s",
-        (with_options(adapter=Adapter(targets=("o_proj",))), {}),
-        ADAPTED,
-        0.8,
-        0.99,
+        *("compute_s", (with_options(adapter=Adapter(targets=("o_proj",))), {}), ADAPTED, 0.8, 0.99),
     ),
     "magnitudes of adapters": ("compute_s", (with_options(adapter=Adapter(kind="dora")), {}), ADAPTED, 1.05, 1.5),
     "quantized weights": ("compute_s", (with_options(adapter=Adapter(base="nf4")), {}), ADAPTED, 1.001, 1.2),
     "gathered adapters": (
-        "tp_comm_s",
-        (with_options(adapter=Adapter(), joint_adapters=True), SPLIT),
-        (ONE[0], SPLIT),
-        1.1,
-        2.0,
+        *("tp_comm_s", (with_options(adapter=Adapter(), joint_adapters=True), SPLIT), (ONE[0], SPLIT), 1.1, 2.0),
     ),
     "exchange of adapters": ("dp_comm_exposed_s", (with_options(adapter=Adapter()), {}), ONE, 0.0001, 0.2),
     "state over more ranks": ("optimizer_s", (TRAIN, {"data": 64.0}), ONE, 0.05, 0.99),
@@ -168,10 +160,11 @@ def test_only_the_alltoall_dispatcher_sorts_tokens_if_a_rank_has_several_experts
         assert (busy[0] > busy[1]) == sorts
 
 
-@pytest.mark.parametrize("module", ["core_attn", "layernorm", "mlp"])
+@pytest.mark.parametrize("module", ["core_attn", "layernorm", "mlp", "mla_up_proj"])
 def test_selective_recompute_costs_something_and_less_than_full(module: str) -> None:
-    chosen = with_options(recompute_modules=frozenset({module}))
-    assert total() < total(chosen, selective=1.0) < total(uniform=1.0)
+    plain = replace(TRAIN, model=mixed(DENSE, COMPRESSED, 32)) if module == "mla_up_proj" else TRAIN
+    chosen = with_options(plain, recompute_modules=frozenset({module}))
+    assert total(plain) < total(chosen, selective=1.0) < total(plain, uniform=1.0)
 
 
 def test_small_layers_wait_for_the_host_and_graphs_do_not() -> None:

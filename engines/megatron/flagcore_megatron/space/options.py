@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Set
 from typing import Any
 
-from flagcore_models.layers import latent_layers, mixer_counts
+from flagcore_models.layers import mixer_counts, product_counts
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_training.layout import GRAPH_PARTS, WHOLE_STEP, Options, Tower
 from flagcore_training.schedules import SCHEDULES
@@ -269,7 +269,7 @@ def _refusals(task: Task, settings: Settings, enabled: Set[str]) -> dict[str, tu
     modules, model, version = recompute_modules(settings), task.spec.model, release(task.spec)
     dispatcher, optimizer = settings.get("moe_token_dispatcher_type"), str(settings.get("optimizer") or "adam")
     possible_modules = {
-        "mla_up_proj": latent_layers(model),
+        "mla_up_proj": any(each.name == "queries" for each in product_counts(model)),
         "moe_act": "moe_grouped_gemm" in enabled,
         "shared_experts": SHARED_OVERLAP not in enabled,
         # `ssm/gated_delta_net` of 0.19, not of 0.18; what it saves is not predicted
@@ -281,8 +281,8 @@ def _refusals(task: Task, settings: Settings, enabled: Set[str]) -> dict[str, tu
         SHARED_OVERLAP: (dispatcher != "alltoall", "needs moe_token_dispatcher_type: alltoall"),
         "recompute_modules": (
             not modules.isdisjoint(name for name, is_there in possible_modules.items() if not is_there),
-            "need: mla_up_proj latent attention, moe_act moe_grouped_gemm, shared_experts no moe_shared_expert_overlap"
-            ", gdn_norm_out Gated DeltaNet and Megatron 0.19",
+            "need: mla_up_proj latent or compressed attention, moe_act moe_grouped_gemm, shared_experts no"
+            " moe_shared_expert_overlap, gdn_norm_out Gated DeltaNet and Megatron 0.19",
         ),
         "optimizer": (
             is_emerging_optimizer(settings)

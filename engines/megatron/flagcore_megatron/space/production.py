@@ -46,8 +46,6 @@ from flagcore_megatron.space.stages import (
 )
 
 IMPLEMENTATION = "transformer_engine"
-GRAPHS = "attn,moe_router,moe_preprocess"
-"""The parts of a layer with experts that recipes launch as graphs."""
 NARROW = ("fp8", "mxfp8", "nvfp4", "mxfp4")
 """Precisions below 16 bits."""
 
@@ -110,7 +108,7 @@ def as_in_production(platform: Platform) -> Platform:
     known = {name for name, knob in BY_NAME.items() if not (is_dense and knob.experts_only)}
     recipe = {**_recipe(task, stack.implementation), **stack.settings}
     if recipe.get("cuda_graph_impl") and not is_dense:  # experts have a size that graphs cannot have
-        recipe["cuda_graph_scope"] = "attn,mamba,moe_router,moe_preprocess" if is_hybrid(spec.model) else GRAPHS
+        recipe["cuda_graph_scope"] = f"attn,{'mamba,' * is_hybrid(spec.model)}moe_router,moe_preprocess"
     if not indexer_of(spec.model):
         recipe["dsa_kernel_backend"] = None
     for key, value in recipe.items():
@@ -221,6 +219,8 @@ def published(
     kind = train.implementation or IMPLEMENTATION
     settings = {**(_fine_tuning(task) if OFFLINE.search(notes) else {}), **noted, **train.settings}
     settings = _defaults(task, kind, settings, values) | settings
+    if granularity := settings.pop("recompute_granularity", None):
+        values.setdefault("recompute_granularity", str(granularity))
     stages = int(values.get("pipeline_model_parallel_size") or 1)
     if layout := settings.get(LAYOUT):
         layout_stages = parse_layout(str(layout), task.spec.model.num_layers, task.spec.model.mtp_num_layers)
@@ -260,6 +260,10 @@ def _defaults(
     model, is_whole = task.spec.model, graphs(settings) == WHOLE_STEP
     dispatcher = settings.get("moe_token_dispatcher_type") or ("flex" if is_wide else "alltoall")
     described = f"{model.name} {dispatcher} {settings.get('moe_flex_dispatcher_backend')}"
+    run = f"{described} {task.spec.train.precision} PP{stages} EP{experts} {task.cluster.groups[0].chip.name}"
+    is_other = is_repeated or any(key.startswith(("cuda_graph", "optimizer", "use_megatron")) for key in settings)
+    recipes = {} if is_other or not sharded else _tables()["recipes"]
+    recipe: dict[str, SettingValue] = next((found for text, found in recipes.items() if re.search(text, run)), {})
     is_latent, depths = latent_layers(model) > 0, model.mtp_num_layers
     can_overlap = min(stages, int(values.get(VIRTUAL_STAGES) or 1)) > 1 and depths < 2 and not is_hybrid(model)
     states = settings.keys() & {"exp_avg_dtype", "main_params_dtype"}
@@ -272,12 +276,12 @@ def _defaults(
         **overlaps(task, kind, settings, sharded=sharded, sequence_parallel=split),
         "moe_token_dispatcher_type": dispatcher,
         "moe_router_fusion": kind != "local" and not _PLAIN_ROUTERS.search(described),
-        **(_GRAPHS if _CAPTURED.search(described) and not (is_repeated or "cuda_graph_impl" in settings) else {}),
         **({EXPERT_OVERLAP: True} if is_wide and can_overlap and not is_repeated else {}),
         # Megatron-Bridge's mixed precision copies it to the optimizer of a 16-bit job; Megatron's recipes name both
         **({"fp8_recipe": "tensorwise"} if states == {"exp_avg_dtype"} and task.spec.train.precision == "bf16" else {}),
         "cp_comm_type": "p2p",
         **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0 if flash else 0.1),  # older models had some
+        **{key: value for key, value in recipe.items() if key not in values},
     }
 
 
@@ -290,11 +294,8 @@ _NARROW_HEADS = re.compile(r"deepseek[-_ ]?v3|gpt[-_ ]?oss", re.IGNORECASE)
 `perf_recipes`: fp8_output_proj)."""
 
 _PLAIN_ROUTERS = re.compile(r"(?i)nemotron(?!.*ultra)|moonlight.*alltoall|olmoe|glm-?4|qwen3-next")
-_CAPTURED = re.compile(r"(?i)qwen-?3\.[56].*hybridep")
-_GRAPHS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn,moe_router,moe_preprocess"}
-"""Models whose recipes leave the router unfused, as Megatron does by default, and models whose recipes have graphs;
-some only with one dispatcher. Of Megatron-Bridge's performance recipes @067f987d, those of most other models fuse the
-router, and one of Nemotron-3 Nano and Super does. Graphs: `qwen35_vl.py`."""
+"""Models whose recipes leave the router unfused, as Megatron does by default; some only with one dispatcher. Of
+Megatron-Bridge's performance recipes @067f987d, those of most others fuse it, and one of Nemotron-3 Nano and Super."""
 
 _PAIR_PATTERN = re.compile(
     r"(?<![\w-])-{0,2}([a-z][\w-]*)\s*=\s*(\[[^\]]*\]|[^\s;,]+(?:,\w+(?![\w-]*\s*=))*)", re.IGNORECASE

@@ -13,7 +13,7 @@ from flagcore_megatron.space.production import read_notes
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_training.layout import WHOLE_STEP, Options
 
-from engines.models.tests.examples import layer_of, mixed
+from engines.models.tests.examples import COMPRESSED, layer_of, mixed
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.spec import Adapter
 from flagcore.errors import NotModelled, SpecError
@@ -24,8 +24,6 @@ from tests.product import tasks
 SHARDED = {"use_distributed_optimizer": True, "data_parallel_size": 4}
 AWARE = {"use_precision_aware_optimizer": True}
 LATENT = dataclasses.replace(tasks.EXPERTS, **tasks.LATENT)
-
-
 WIDE = dataclasses.replace(tasks.EXPERTS, num_moe_experts=16)
 INTERLEAVED = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 
@@ -162,7 +160,6 @@ def test_a_module_needs_a_model_that_has_it(module: str, needed: dict[str, Any])
 def test_the_norm_of_gated_delta_net_is_a_module_since_0_19() -> None:
     states = GatedDeltaNet(key_heads=2, value_heads=4, key_dim=8, value_dim=8, kernel=4)
     settings = {"recompute_modules": "gdn_norm_out,mlp"}
-
     hybrid = mixed(tasks.DENSE, states, 2)
     job = tasks.task(hybrid, settings=settings, engine_version="0.19.2")
     assert options(job).recompute_modules == {"gdn_norm_out", "mlp"}
@@ -240,8 +237,15 @@ def test_published_run_has_the_narrow_head_and_the_graphs_of_its_recipe() -> Non
         for name, precision in (("DeepSeekV3", "mxfp8"), ("DeepSeekV3", "bf16"), ("Qwen3-30B-A3B", "mxfp8"))
     ]
     assert ["head" in each.mxfp8_modules for each in heads] == [True, False, False]
-    models = [dataclasses.replace(tasks.EXPERTS, name=name) for name in ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B")]
-    assert [len(published({}, "HybridEP", model=each).graphs) for each in models] == [0, 3]
+    many, chip = {**SHARDED, "expert_model_parallel_size": 8}, dataclasses.replace(tasks.CHIP, name="GB300")
+    runs = [
+        published(many, "HybridEP", model=dataclasses.replace(tasks.EXPERTS, name=name), precision=precision, chip=chip)
+        for name, precision in (("Qwen3-30B-A3B", "bf16"), ("Qwen3.5-35B-A3B", "bf16"), ("Qwen3-30B-A3B", "mxfp8"))
+    ]
+    assert [(len(each.graphs), each.overlap_expert_comm) for each in runs] == [(0, False), (3, False), (1, True)]
+    flash = dataclasses.replace(mixed(tasks.EXPERTS, COMPRESSED, 4), name="DeepSeek-V4-Flash")
+    found = published({**many, "expert_model_parallel_size": 64}, model=flash, precision="mxfp8", chip=chip)
+    assert (found.graphs, found.recompute_modules) == (WHOLE_STEP, frozenset({"mla_up_proj"}))
 
 
 def test_published_run_overlaps_tensor_parallelism_only_in_a_fully_tuned_run() -> None:

@@ -48,7 +48,7 @@ class CompressedAttention(Mixer):
         inputs = self.query_rank + self.head_dim + self._compressors + self.index_heads
         found = [
             Product(inputs=hidden_size, outputs=inputs, split=""),
-            Product(inputs=self.query_rank, outputs=self._width),
+            Product(inputs=self.query_rank, outputs=self._width, name="queries"),
             Product(inputs=self._width // self.output_groups, outputs=self.output_groups * self.output_rank),
             Product(inputs=self.output_groups * self.output_rank, outputs=hidden_size, split="inputs"),
         ]

@@ -64,11 +64,14 @@ def mixer(train: Training, layout: Layout, sizes: Sizes, mixer: Mixer) -> list[M
 
     Backward holds the gradients of what its kernels stored, and the gradient of its input.
     """
-    outputs = sizes.unit * sizes.local * mixer.saved
+    outputs, described = sizes.unit * sizes.local * mixer.saved, mixer.products(train.model.hidden_size)
+    # compressed queries' projection, before and after its norm
+    queries = sizes.unit * sizes.local * 2.0 * sum(each.outputs for each in described if each.name == "queries")
     inputs = sizes.linear * train.model.hidden_size * sizes.rows
     work = sizes.hidden + outputs + sizes.whole + sizes.scattered + sizes.gathered * train.transformer_engine
-    work = work + sizes.weight * max(each.weights for each in mixer.products(train.model.hidden_size)) / layout.tensor
-    return [norm("attn_norm", sizes), Module("mixers", {"mixer_linear": inputs, "mixer": outputs}, work)]
+    work = work + sizes.weight * max(each.weights for each in described) / layout.tensor
+    tensors = {"mixer_linear": inputs, "mixer": outputs - queries, "qkv": queries}
+    return [norm("attn_norm", sizes), Module("mixers", tensors, work)]
 
 
 def norm(name: str, sizes: Sizes) -> Module:

@@ -117,19 +117,17 @@ def mixer_block(mixer: Mixer, train: Training, layout: Layout, costs: Costs, tp:
     traffic = unit * tokens / tensor
     core = kernels.memory_seconds(traffic * mixer.moved) + arithmetic
     core_back = kernels.memory_seconds(traffic * mixer.moved_back) + CORE_BACKWARD * arithmetic
-    payload = unit * width * tokens / tensor
-    exchange = collective(costs, "all_to_all", payload, layout.context, tensor) * (layout.context > 1.0)
+    exchange = collective(costs, "all_to_all", traffic * width, layout.context, tensor) * (layout.context > 1.0)
     launches = _launches(train, layout, 0, "mamba" if isinstance(mixer, Mamba | Mamba2) else "attn", described)
-    forward = Seconds.from_compute(
-        products.forward + core + norm + residual, tensor=tp.forward, context=exchange, launches=launches
-    )
-    backward = Seconds.from_compute(
-        products.input_gradient + core_back + norm_back + residual,
-        tensor=tp.backward(products),
-        context=exchange,
-        launches=2.0 * launches,
-    )
+    element, element_back = norm + residual, norm_back + residual
+    seconds, gradients = products.forward + core + element, products.input_gradient + core_back + element_back
+    forward = Seconds.from_compute(seconds, tensor=tp.forward, context=exchange, launches=launches)
+    backward = Seconds.from_compute(gradients, tensor=tp.backward(products), context=exchange, launches=2.0 * launches)
     repeated = norm if "layernorm" in train.options.recompute_modules else np.zeros_like(norm)
+    for each in described:
+        if each.name == "queries" and "mla_up_proj" in train.options.recompute_modules:  # with their norm and rotation
+            moved = kernels.memory_seconds(4.0 * traffic * each.outputs)
+            repeated = repeated + product_time(train, layout, costs, each).forward + moved
     return Block(forward, backward, products.weight_gradient, Seconds.from_compute(repeated))
 
 
@@ -183,14 +181,10 @@ def attention_block(mixer: Attention, train: Training, layout: Layout, costs: Co
         (rotate * rotations + reorder * chunks) * ~is_captured(train, layout, "attn")
         for rotate, reorder in zip(ROTATION_LAUNCHES, REORDER_LAUNCHES, strict=True)
     )
-    forward = Seconds.from_compute(
-        products.forward + core + element, tensor=tp.forward, context=ring_forward, launches=launches + more
-    )
+    seconds, gradients = products.forward + core + element, products.input_gradient + core_back + element_back
+    forward = Seconds.from_compute(seconds, tensor=tp.forward, context=ring_forward, launches=launches + more)
     backward = Seconds.from_compute(
-        products.input_gradient + core_back + element_back,
-        tensor=tp.backward(qkv),
-        context=ring_back,
-        launches=2.0 * launches + more_back,
+        gradients, tensor=tp.backward(qkv), context=ring_back, launches=2.0 * launches + more_back
     )
     repeats = {"core_attn": core, "layernorm": norm, "mla_up_proj": latent.forward + rotation}
     recomputed_modules = [repeats[name] for name in train.options.recompute_modules if name in repeats]
