@@ -306,10 +306,12 @@ def _recommended_text(estimate: Estimate) -> str:
     nearest = nearest_limit(flat_statistics(best), estimate.limits)
     limit = "; " + _("nearest limit: {limit}", limit=nearest[0]) if nearest else ""
     if not estimate.behind > 0.0:
-        if not estimate.crowded and (estimate.gain or 0.0) < 0.0:
-            return _("* the fastest of the space, but slower than the baseline: keep the baseline") + limit
+        if not estimate.crowded and (estimate.gain or 0.0) < 0.0 and "slo" not in estimate.baseline:
+            return _("* the fastest of the space, but slower than the baseline, which is not in it") + limit
         if "last" not in best and any("last" in each for each in estimate.candidates):
             return _("* recommended: the fastest of those not listed last") + limit
+        if best["candidate"] == estimate.baseline["candidate"]:
+            return _("* recommended: the baseline; no candidate is predicted to be faster") + limit
         is_timed, least = "step_time_s" in best, N_("* recommended: the one with the least memory")
         return (_("* recommended: the fastest") if is_timed else _(least)) + limit
     text = N_(
