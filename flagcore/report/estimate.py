@@ -126,7 +126,7 @@ class Estimate(Notebook):
     - `assumed`: the implementation and settings that a plan assumes.
     - `notes`: the plugins' notes on engine and chip.
     - `unmodelled`: the names of settings that change the cost and are not predicted.
-    - `defaults`: the candidate with the engine's own defaults, if it is not the baseline.
+    - `defaults`: the candidate with the engine's own defaults, if it is legal and not the baseline.
     - `behind`: how much longer the recommended candidate takes than the fastest, as a share; NaN without times.
     - `gain`: the predicted gain of the recommended candidate over the baseline, as in a run. None if unknown.
     - `limits`: the latency limits in seconds, by statistic.
