@@ -126,7 +126,7 @@ class Estimate(Notebook):
     - `assumed`: the implementation and settings that a plan assumes.
     - `notes`: the plugins' notes on engine and chip.
     - `unmodelled`: the names of settings that change the cost and are not predicted.
-    - `defaults`: the candidate with the engine's own defaults, if it is not the baseline.
+    - `defaults`: the candidate with the engine's own defaults, if it is legal and not the baseline.
     - `behind`: how much longer the recommended candidate takes than the fastest, as a share; NaN without times.
     - `gain`: the predicted gain of the recommended candidate over the baseline, as in a run. None if unknown.
     - `limits`: the latency limits in seconds, by statistic.
@@ -306,10 +306,12 @@ def _recommended_text(estimate: Estimate) -> str:
     nearest = nearest_limit(flat_statistics(best), estimate.limits)
     limit = "; " + _("nearest limit: {limit}", limit=nearest[0]) if nearest else ""
     if not estimate.behind > 0.0:
-        if not estimate.crowded and (estimate.gain or 0.0) < 0.0:
-            return _("* the fastest of the space, but slower than the baseline: keep the baseline") + limit
+        if not estimate.crowded and (estimate.gain or 0.0) < 0.0 and "slo" not in estimate.baseline:
+            return _("* the fastest of the space, but slower than the baseline, which is not in it") + limit
         if "last" not in best and any("last" in each for each in estimate.candidates):
             return _("* recommended: the fastest of those not listed last") + limit
+        if best["candidate"] == estimate.baseline["candidate"]:
+            return _("* recommended: the baseline; no candidate is predicted to be faster") + limit
         is_timed, least = "step_time_s" in best, N_("* recommended: the one with the least memory")
         return (_("* recommended: the fastest") if is_timed else _(least)) + limit
     text = N_(

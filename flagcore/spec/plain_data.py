@@ -183,10 +183,10 @@ def read_text(path: Path, *, file: str, key: str) -> str:
 def _similar_file(path: Path) -> Path | None:
     """Return the file in the same folder with the name most similar to a missing file's name, or None."""
     try:
-        name = closest(path.name, [each for each in os.listdir(path.parent) if each != path.name])
+        names = {Path(each).stem: each for each in os.listdir(path.parent) if each != path.name}
     except (OSError, ValueError):
         return None
-    return path.with_name(name) if name else None
+    return path.with_name(names[name]) if (name := closest(path.stem, names)) else None
 
 
 def load_json(text: str) -> Any:

@@ -166,7 +166,8 @@ def rows_by_time(problem: Problem) -> IntArray:
 
 LAST = ("", N_("little memory left"), N_("latency limit"), N_("not in the space"), N_("no program starts it"))
 """Why a plan lists a candidate after all others: it has a predicted time, but leaves no margin of memory; it exceeds a
-limit; it is a baseline that the space of the spec does not contain; or nothing starts it (`unusual` is infinite)."""
+limit; it is a baseline that the space of the spec does not contain, unless the spec gives it and no other is faster; or
+nothing starts it (`unusual` is infinite)."""
 
 
 def listed_last(problem: Problem) -> IntArray:
@@ -175,7 +176,9 @@ def listed_last(problem: Problem) -> IntArray:
     last = 1 * (lacks_margin(problem.task, predictions) & np.isfinite(predictions.step_time_s))
     last[~predictions.keeps_limits(problem.task.spec.work.slo)] = 2
     if problem.adds_baseline:
-        last[problem.row_of(problem.baseline)] = 3
+        row, rows, seconds = problem.row_of(problem.baseline), problem.pruned.open_rows, predictions.step_time_s
+        is_first = not last[row] and (seconds[row] <= seconds[rows[last[rows] == 0]]).all()
+        last[row] = 0 if is_first and problem.task.spec.baseline is not None else 3
     for knob in problem.task.knobs:
         effects, axis = knob.effects.items(), knob.axis(knob.values)
         if codes := [axis.encode(value) for value, effect in effects if effect.no_launch_reason(user_command=True)]:

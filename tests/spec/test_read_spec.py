@@ -208,8 +208,9 @@ def test_a_missing_file_gets_similar_names_as_suggestions(tmp_path: Path) -> Non
     (tmp_path / "train-cpu.yaml").write_text("{}")
     with pytest.raises(SpecError, match=r"does not exist; did you mean .*train-cpu\.yaml\?"):
         read_spec(tmp_path / "trian-cpu.yaml")
-    with pytest.raises(SpecError, match="does not exist; give the path"):
-        read_spec(tmp_path / "away" / "other.yaml")
+    for other in ("nope.yaml", "away/other.yaml"):  # an ending alone makes no names similar
+        with pytest.raises(SpecError, match="does not exist; give the path"):
+            read_spec(tmp_path / other)
 
 
 def test_inline_shape_resolves_its_defaults() -> None:

@@ -3,10 +3,10 @@
 They are converted to records of `flagcore_serving.job`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,8 +33,6 @@ from flagcore_serving.profile import ProfileSection, loads, not_with
 KnobInput = bool | Annotated[int, Field(ge=-1, le=2**31)] | Annotated[float, Field(gt=0, le=1)] | Word | None
 """The type of a serving knob's value. The engine's knobs decide which values are valid."""
 Scalar = bool | int | float | Value | None
-_CONVERT_TO_FP8 = ("vllm", "sglang")
-"""Engines with `quantization: fp8` for any weights (vLLM 0.32 `quantization/online.md`, SGLang `quantization.md`)."""
 
 
 class BoundSection(Section):
@@ -96,10 +94,10 @@ class ServeSection(Section):
     """Version of the engine; null: the installed one."""
 
 
-def serve_of(section: ServeSection, context: Context) -> ServeSpec:
+def serve_of(section: ServeSection, context: Context, to_fp8: Collection[str] = ()) -> ServeSpec:
     """Return the serving job that a section describes. If it lists several engines, the first is used.
 
-    Raises SpecError.
+    `to_fp8`: the engines whose `quantization: fp8` converts any weights. Raises SpecError.
     """
     model, profile, slo = context.given("model"), _with_adapters(section), _slo_of(section.slo)
     weights = section.weights or (model if isinstance(model, str) else None)
@@ -114,7 +112,7 @@ def serve_of(section: ServeSection, context: Context) -> ServeSpec:
     engine, args = section.engine if isinstance(section.engine, str) else section.engine[0], dict(section.engine_args)
     is_known = public or (weights and Path(weights, "config.json").is_file())
     method = quant_method(weights) if weights else ""
-    if section.precision == "fp8" and is_known and not (stored or method) and engine in _CONVERT_TO_FP8:
+    if section.precision == "fp8" and is_known and not (stored or method) and engine in to_fp8:
         parts = (args, context.given("auto_tuner", "baseline"), context.given("auto_tuner", "space"))
         keys = [strip_dashes(str(key)) for part in parts if isinstance(part, Mapping) for key in part]
         args |= {"quantization": "fp8"} if QUANTIZERS.isdisjoint(keys) else {}
@@ -294,10 +292,10 @@ def document_for(engines: ServedEngines) -> type[ServeDocument]:
     )
     names: Any = Literal[tuple(name for name, _ in engines)]
     kinds = names | Annotated[list[names], Field(min_length=1)]
+    to_fp8 = {name for name, knobs in engines for each in knobs if each.name == "quantization" and "fp8" in each.words}
     serve = with_fields(ServeSection, suffix, engine=(kinds, ...))
-    return with_fields(
-        ServeDocument, suffix, serve=(Annotated[serve, rule(serve_of)], ...), auto_tuner=(tuner, tuner())
-    )
+    convert = rule(partial(serve_of, to_fp8=to_fp8))
+    return with_fields(ServeDocument, suffix, serve=(Annotated[serve, convert], ...), auto_tuner=(tuner, tuner()))
 
 
 def _knobs_section(engines: ServedEngines, *, listed: bool) -> type[Section]:

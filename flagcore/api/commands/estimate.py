@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from flagcore.api.candidate_parser import broken_rules_of
 from flagcore.api.commands.export import first_target
 from flagcore.api.inputs import SpecLike, about_sections, changed_spec, open_spec
 from flagcore.api.jobs import NEAREST, detailed_predictions, expected_seconds, published_runs
@@ -233,11 +234,11 @@ def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
 
 
 def _engine_defaults(problem: Problem) -> dict[str, Any] | None:
-    """Return the candidate of the engine's own defaults with its prediction, or None if it is the baseline."""
+    """Return the candidate of the engine's own defaults with its prediction. None if it is the baseline or illegal."""
     values = {**problem.baseline.as_dict(), **problem.engine.plans.defaults(problem.task.for_engine())}
-    if values == problem.baseline.as_dict():
-        return None
     columns = candidate_columns(problem.platform, values)
+    if values == problem.baseline.as_dict() or broken_rules_of(problem, columns):
+        return None
     return {"candidate": values, **prediction_record(detailed_predictions(problem.platform, columns)[0])}
 
 

@@ -436,10 +436,15 @@ def test_a_slower_candidate_is_not_called_the_fastest_where_only_it_is_listed() 
 
 
 def test_the_fastest_is_recommended_also_if_it_is_the_baseline_beside_the_space_of_the_engine() -> None:
-    profile = {"input_len": 256, "output_len": 64, "concurrency": 8}
+    work = {"engine": "vllm", "profile": {"input_len": 256, "output_len": 64, "concurrency": 8}}
     cluster = {"chip": "H100-SXM", "devices_per_node": 1}
-    data = {"model": "Qwen/Qwen3-0.6B", "cluster": cluster, "serve": {"engine": "vllm", "profile": profile}}
+    data: dict[str, Any] = {"model": "Qwen/Qwen3-0.6B", "cluster": cluster, "serve": work}
     found = api.estimate(data, top=1)  # graphs of up to 512 tokens, which a low limit of sequences does not capture
     assert found.recommended["candidate"] == found.baseline["candidate"]
     found = api.estimate({**data, "auto_tuner": {"space": {"max_num_seqs": 8}}}, top=1)
     assert found.recommended["candidate"] != found.baseline["candidate"]
+    tuner = {"space": {"max_num_seqs": [1, 2]}, "baseline": {"max_num_seqs": 16}}
+    fast, slow = api.estimate({**data, "auto_tuner": tuner}, top=2).candidates
+    assert (fast["recommended"], fast["candidate"]["max_num_seqs"], "last" in fast) == (True, 16, False)
+    data["serve"] = work | {"slo": {"tpot_s": {"p50": slow["tpot_s"]["p50"]}}}
+    assert api.estimate({**data, "auto_tuner": tuner}, top=1).recommended["candidate"]["max_num_seqs"] != 16

@@ -163,6 +163,7 @@ def test_the_precision_of_a_server_is_that_of_its_weights(tmp_path: Path, stored
     assert serve(weights=str(tmp_path / "config.json")).precision == precision
     fp8 = serve(weights=str(tmp_path), precision="fp8", engine_args={"seed": 1})
     assert (fp8.precision, fp8.engine_args.get("quantization")) == ("fp8", None if stored else "fp8")
+    assert "quantization" not in serve(weights=str(tmp_path), precision="fp8", engine="lmdeploy").engine_args
 
 
 @pytest.mark.parametrize(

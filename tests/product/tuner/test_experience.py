@@ -210,6 +210,8 @@ def test_the_defaults_of_the_engine_are_shown_next_to_the_baseline() -> None:
     assert found.defaults["candidate"]["instances"] == 1
     assert found.baseline["candidate"]["instances"] == 8
     assert found.baseline["output_tokens_per_s"] > found.defaults["output_tokens_per_s"]
+    data |= {"model": "zai-org/GLM-4.5-Air-AWQ", "cluster": {"chip": "RTX-3090", "devices_per_node": 8}}
+    assert api.estimate(data, top=1).defaults is None  # TP 4, which divides blocks of weights
 
 
 def test_weights_are_the_model_if_the_spec_has_no_other(tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ def _note_problem(problem: ArgumentProblem, spec: ArgumentSpec | None, notes: No
         notes.report(problem.flag, "has no value", fix=fix)
     name = problem.flag.lstrip("-").replace("_", "-")
     if spec or not name or SETTINGS.unclassed([name]):
-        notes.note(problem.flag or problem.value, f"{problem.problem}: not in the predictions", "train.command")
+        meant = f"; {problem.fix}" if problem.fix.startswith("did you mean") else ""
+        notes.note(problem.flag or problem.value, f"{problem.problem}: not in the predictions{meant}", "train.command")
     elif effect := not_predicted({name: (problem.flag, problem.value or True)}):
         note_effects(effect, notes)
 

@@ -372,6 +372,8 @@ def test_invalid_values_are_reported_with_their_key(engine: str, values: dict[st
         ("vllm", "ValueError: max_num_batched_tokens (8) must be greater than or equal to max_num_seqs (16).", INVALID),
         ("vllm", "User-specified max_model_len (99999) is greater than the derived max_model_len (8192)", INVALID),
         ("vllm", "vllm: error: unrecognized arguments: --no-such-flag 3", INVALID),
+        ("vllm", "Weight input_size_per_partition = 176 is not divisible by min_thread_k = 128. Consider", INVALID),
+        ("vllm", "ValueError: Failed to find a kernel that can implement the WNA16 linear layer. Reasons:", INVALID),
         ("vllm", "AssertionError: Not enough allowed NUMA nodes to bind threads of 2 local CPUWorkers.", INVALID),
         ("vllm", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", MEMORY),
         ("vllm", "Available memory on node 0 (14.5/16.84 GiB) is less than requested memory for kv", MEMORY),
