@@ -127,7 +127,7 @@ class Estimate(Notebook):
     - `notes`: the plugins' notes on engine and chip.
     - `unmodelled`: the names of settings that change the cost and are not predicted.
     - `defaults`: the candidate with the engine's own defaults, if it is legal and not the baseline.
-    - `behind`: how much longer the recommended candidate takes than the fastest, as a share; NaN without times.
+    - `behind`: how much slower the recommended candidate is than the fastest, as a share; NaN without times.
     - `gain`: the predicted gain of the recommended candidate over the baseline, as in a run. None if unknown.
     - `limits`: the latency limits in seconds, by statistic.
     - `expected_s`: the time of a step that the recommended candidate is expected to take, and an 80% interval.

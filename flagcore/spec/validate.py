@@ -189,7 +189,7 @@ def _schema(kind: type[BaseModel]) -> Schema:
 def describe(schema: Schema, root: Schema) -> str:
     """Return a description of the values that `schema` accepts. `root` is the JSON Schema that contains it."""
     parts = list(_alternatives(schema, root))
-    words = [word for part in parts if part.get("type") != "array" for word in _words_of(part)]
+    words = [*dict.fromkeys(word for part in parts if part.get("type") != "array" for word in _words_of(part))]
     for part in parts:
         if part.get("type") == "array":
             items = [word for item in _alternatives(part["items"], root) for word in _words_of(item)]

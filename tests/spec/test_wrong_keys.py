@@ -136,9 +136,9 @@ def test_a_missing_model_is_refused(read_error: ReadError, model: str) -> None:
 
 
 def test_missing_sections_are_reported(read_error: ReadError) -> None:
-    assert (read_error(model="").key, read_error(train="").key) == ("model", "train")
-    error = read_error(model="model: {}\n")
-    assert (error.key, error.problem) == ("model.num_layers", "is missing")
+    missing, empty = read_error(model=""), read_error(model="model: {}\n")
+    assert (missing.key, missing.fix.count("a mapping"), read_error(train="").key) == ("model", 1, "train")
+    assert (empty.key, empty.problem) == ("model.num_layers", "is missing")
 
 
 def test_every_problem_of_a_file_is_listed(read_error: ReadError) -> None:

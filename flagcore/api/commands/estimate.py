@@ -97,7 +97,7 @@ def estimate(
         devices=task.cluster.devices,
         counts=count(problem.space, problem.pruned, SearchState()),
         **candidates,
-        behind=planned_s / float(problem.predictions.step_time_s[order[0]]) - 1.0,
+        behind=1.0 - float(problem.predictions.step_time_s[order[0]]) / planned_s,
         gain=planned_gain(problem, row),
         limits=task.spec.work.slo,
         defaults=_engine_defaults(problem),

@@ -429,7 +429,7 @@ def test_a_slower_candidate_is_not_called_the_fastest_where_only_it_is_listed() 
     data = {"model": "meta-llama/Meta-Llama-3.1-8B", "cluster": cluster, "train": work}
     one, two = (api.estimate(data, top=top) for top in (1, 2))
     first, second = (each["step_time_s"]["value"] for each in two.candidates)
-    assert one.behind == two.behind == pytest.approx(second / first - 1.0)
+    assert one.behind == two.behind == pytest.approx(1.0 - first / second)
     assert one.behind > 0.0
     texts = [[text for text, _ in estimate_texts(each) if "* recommended:" in text] for each in (one, two)]
     assert texts[0] == texts[1]
