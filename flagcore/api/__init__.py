@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flagcore.api.commands.report import REPORT, list_runs, report, show_run
     from flagcore.api.commands.run import plan_server, run_best
     from flagcore.api.commands.tune import dry_run, tune
-    from flagcore.api.inputs import RUNS, LoadedSpec, changed_spec, with_limits, with_settings
+    from flagcore.api.inputs import RUNS, LoadedSpec, changed_spec, specs_by_engine, with_limits, with_settings
     from flagcore.api.jobs import AT_ONCE, estimate_jobs
     from flagcore.api.outcome import Outcome
     from flagcore.api.runs import Run, load_run
@@ -43,7 +43,7 @@ NAMES = {
     "api.commands.export": "Exported export export_targets",
     "api.commands.importing": "check_imported read_tree",
     "api.commands.init": "defaults_of new_spec spec_of_model",
-    "api.inputs": "RUNS LoadedSpec changed_spec with_limits with_settings",
+    "api.inputs": "RUNS LoadedSpec changed_spec specs_by_engine with_limits with_settings",
     "api.jobs": "AT_ONCE estimate_jobs",
     "api.outcome": "Outcome",
     "api.commands.probe": "Probed probe",

@@ -121,6 +121,13 @@ RUNS = Path("runs")
 """The default folder of runs."""
 
 
+def specs_by_engine(spec: SpecLike) -> dict[str, LoadedSpec]:
+    """Return a spec for each engine that a spec lists, by the engine's name."""
+    file, data = spec_data(spec)
+    kinds = plugins.kinds()
+    return {name: LoadedSpec(file, select_engine(data, name, kinds)) for name in engines_of(data, kinds)}
+
+
 def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[str, Any]:
     """Return the content of a spec with `fidelity` in `auto_tuner.control`, or without that key if it is None."""
     tuner = data.get("auto_tuner") or {}

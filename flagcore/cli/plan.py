@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from click.core import ParameterSource
 
 from flagcore import api
 from flagcore.cli import options
-from flagcore.errors import NothingFits, UsageError
+from flagcore.errors import FlagError, NothingFits, UsageError
 from flagcore.i18n import N_, _
 
 
@@ -74,7 +75,41 @@ def estimate_command(
     is_listed = every or click.get_current_context().get_parameter_source("top") is not ParameterSource.DEFAULT
     if is_listed and any(each is not None for each in modes[:3]):
         raise click.UsageError(_("--top and --all have no use with --evidence, --explain and --like"))
-    _estimate_spec(spec, top, explain, form, distinct=not every and explain is None, **arguments)
+    by_engine = {} if any(each is not None for each in modes) else api.specs_by_engine(spec)
+    if len(by_engine) < 2:
+        _estimate_spec(spec, top, explain, form, distinct=not every and explain is None, **arguments)
+        return
+    kept = {key: arguments[key] for key in ("chip", "objective", "without")}
+    _estimate_engines(by_engine, form, top=top, distinct=not every, **kept)
+
+
+def _estimate_engines(specs: dict[str, api.LoadedSpec], form: str, **arguments: Any) -> None:
+    """Print the plan of each engine, and then the recommended candidates side by side, the fastest first.
+
+    An engine without a plan is skipped with a message. If there is no plan, the error of the last one is raised.
+    """
+    from flagcore.report.estimate import estimate_columns
+
+    plans: dict[str, api.Estimate] = {}
+    for name, spec in specs.items():
+        try:
+            plans[name] = api.estimate(spec, **arguments)
+        except FlagError as error:
+            if name == list(specs)[-1] and not plans:
+                raise
+            options.say(f"{name}: {error}")
+            continue
+        if form == "table":
+            options.show(f"{name}:")
+            _show_candidates(plans[name], form)
+            options.show("")
+    columns = {_("engine"): "engine"}
+    for each in plans.values():
+        columns |= {head: key for head, key in estimate_columns(each).items() if form != "table" or head[0] == "~"}
+    seconds = {name: each.recommended.get("step_time_s", {"value": inf})["value"] for name, each in plans.items()}
+    order = sorted(plans, key=lambda name: (plans[name].unmet != "", seconds[name]))
+    shown = [(name, [plans[name].recommended] if form == "table" else plans[name].candidates) for name in order]
+    options.show_records([{"engine": name, **each} for name, found in shown for each in found], form, columns)
 
 
 def _estimate_jobs(jobs: str, form: str, without: tuple[str, ...]) -> None:

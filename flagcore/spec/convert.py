@@ -35,7 +35,7 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
     kinds = kinds_of(engines)
     if len(names := engines_of(data, kinds)) > 1:
         problem = _("lists several engines; this command accepts one")
-        fix = _("name one of them; `flag tune` accepts several")
+        fix = _("name one of them; `flag estimate` and `flag tune` accept several")
         key = f"{_kind_of(data, kinds)}.engine"
         problems.append(spec_error(key, problem, value=list(names), fix=fix, file=file))
     if document is None or problems:

@@ -67,7 +67,7 @@ class ServeSection(Section):
     """The serving job."""
 
     engine: Word | Annotated[list[Word], Field(min_length=1)]
-    """Name of the engine; the engines of a list are tuned one after the other."""
+    """Name of the engine; the engines of a list are planned and tuned one after the other, and compared."""
     precision: ServePrecision | None = None
     """Number format of the weights; null: the format of the weights file, or bf16. With fp8, vLLM and SGLang convert
     weights that are not quantized."""

@@ -251,6 +251,19 @@ def test_a_limit_in_short_is_that_limit_and_the_last_line_of_a_plan_keeps_it(fla
     assert (script[:2], "Qwen/Qwen3-8B" in script) == ("#!", True)
 
 
+def test_several_engines_are_planned_side_by_side(flag: Flag, answer: Answer, tmp_path: Path) -> None:
+    load = {"input_len": 512, "output_len": 64, "concurrency": 8, "range_spread": 0.5}
+    spec, served = tmp_path / "two.yaml", {"engine": ["sglang", "nope", "vllm"], "profile": load}
+    job = {"model": "Qwen/Qwen3-0.6B", "cluster": {"chip": "H20", "devices_per_node": 1}, "serve": served}
+    spec.write_text(yaml.safe_dump({**job, "auto_tuner": {"space": {"tensor_model_parallel_size": [1]}}}))
+    found = {each["engine"]: each["step_time_s"]["value"] for each in answer("estimate", str(spec))}
+    shown = flag("estimate", str(spec)).worked()
+    assert "nope: " in shown.err
+    assert [line.split()[0] for line in shown.out.splitlines()[-2:]] == sorted(found, key=lambda name: found[name])
+    assert found.keys() == {"sglang", "vllm"}
+    flag("estimate", str(spec), "--explain", "1").refused(2, "lists several engines")
+
+
 def test_sizes_of_the_cluster_replace_those_of_the_spec(answer: Answer, project: Project) -> None:
     plan, sizes = (
         ("estimate", project.spec(), "--all"),
