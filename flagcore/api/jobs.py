@@ -32,7 +32,6 @@ from flagcore.plugins import LoadedPlugins
 from flagcore.report.estimate import PublishedRun
 from flagcore.tuner.experience import Experience
 from flagcore.tuner.feasibility import no_time
-from flagcore.tuner.learning import MEMORY_NOISE, MIN_NOISE
 from flagcore.tuner.problem import candidate_columns, nearest_runs
 from flagcore.tuner.stages.build import canonical, legality
 from flagcore.tuner.stages.complete import unmodelled
@@ -267,6 +266,8 @@ def _observations(
     number: int, members: list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]], loaded: LoadedPlugins, engine: Engine
 ) -> tuple[Observations, Observations]:
     """Return the observed step times and memory of the records `members`, which are runs of task `number`."""
+    from flagcore.tuner.learning import MEMORY_NOISE, MIN_NOISE  # what plans without records need not import
+
     task = members[0][0]
     platform = Platform(task=task, engine=engine, costs=loaded.costs(task.cluster, task.spec.work.engine))
     legal = legality(platform)

@@ -14,6 +14,13 @@ def is_step_time(seconds: float) -> bool:
 
 
 STEADY_STEPS, AGREEMENT = 3, 0.02
+SLACK = 3.0
+"""The time limit of a trial's steps, relative to the upper bound of their predicted time. It allows for other jobs,
+slow file systems and compilation. Chosen by hand: the limit ends trials that hang, not slow ones."""
+
+UNKNOWN_SECONDS = 3600.0
+"""The time limit of a trial whose step time is not predicted. Chosen by hand."""
+
 MIN_STEPS = 2
 """The minimum number of steps of a measured trial: one warm-up step, and one measured step."""
 

@@ -7,7 +7,7 @@ called with arrays of two elements. Invalid results raise BadPlugin.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -133,11 +133,17 @@ def collective_costs(answer: object, topology: Topology) -> CollectiveCosts:
     return costs
 
 
-def data(kind: Any, answer: object, name: str = "") -> Any:
+def data(kind: Any, answer: Any, name: str = "") -> Any:
     """Return `answer` if it is a valid `kind`, including its elements and fields. Raises BadPlugin.
 
     Lists are accepted where tuples are expected.
     """
+    origin, of = get_origin(kind), () if isinstance(answer, (str, bytes)) else get_args(kind)
+    if (origin, of[1:]) in ((Sequence, ()), (tuple, (...,))) and of and of[0] is not Any:
+        data(Sequence[Any] if origin is Sequence else tuple[Any, ...], answer, name)
+        for place, each in enumerate(answer):  # all collections of a class share its schema, which takes long to build
+            data(of[0], each, f"{name}[{place}]")
+        return answer
     try:
         _adapter(kind).validate_python((answer,))
     except ValidationError as error:

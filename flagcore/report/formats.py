@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
-from html import escape
 from itertools import zip_longest
 from typing import Any
 
@@ -188,6 +187,8 @@ class Notebook:
         return data
 
     def _repr_html_(self) -> str:
+        from html import escape  # its table of entities takes long to import
+
         return f"<pre>{escape(repr(self).strip('<>'))}\n\n{escape(str(self))}</pre>"
 
 

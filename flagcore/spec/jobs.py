@@ -106,7 +106,7 @@ def _record_of(knobs: tuple[Knob, ...]) -> type[Record]:
     in `train.settings` and in `candidate`."""
     settings = settings_section(knobs)
     fields: dict[str, Any] = {name: (field.annotation, field) for name, field in settings.model_fields.items()}
-    train = create_model("_Train", __base__=_Train, **fields, settings=(settings, settings()))
+    train = create_model("_Train", __base__=_Train, **fields, settings=(settings, settings.model_construct()))
     return create_model("_Record", __base__=Record, train=(train, ...), candidate=(candidate_section(knobs), ...))
 
 

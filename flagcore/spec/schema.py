@@ -235,7 +235,7 @@ class TunerSection(SearchSection):
     """The search space."""
     baseline: Any = None
     """The configuration to which the gain is relative; null: an expert's rule of thumb."""
-    control: Annotated[ControlSection, rule(control_of)] = ControlSection()
+    control: Annotated[ControlSection, rule(control_of)] = ControlSection.model_construct()
     """Budget of the search."""
     objective: Literal["tokens_per_second_per_device", "step_time_s", "cost"] = "tokens_per_second_per_device"
     """The metric to optimize: tokens per second and device (maximized), seconds per step (minimized), or cost. All
@@ -248,7 +248,7 @@ class CommonSection(Section):
     model: ModelInput
     """Path of a directory with a config.json, of that file or of a GGUF file, relative to the spec; or the name of a
     public model; or an inline shape; or the keys of a config.json, with its model_type."""
-    cluster: Annotated[Literal["auto"] | ClusterSection, rule(cluster_of)] = ClusterSection()
+    cluster: Annotated[Literal["auto"] | ClusterSection, rule(cluster_of)] = ClusterSection.model_construct()
     """The hardware; absent: detected on this machine; auto: all hosts of the allocation that flagcore runs in."""
     envs: Envs = Field(default={})
     """Environment variables of each trial, in addition to those of plugins."""
@@ -261,7 +261,7 @@ class Document(CommonSection):
 
     train: Annotated[TrainSection, rule(train_of)]
     """The training job, which is the same in all trials."""
-    auto_tuner: TunerSection = TunerSection()
+    auto_tuner: TunerSection = TunerSection.model_construct()
     """The search; absent: all legal candidates within the default budgets."""
 
 
@@ -274,14 +274,14 @@ def document_of(engine: str, knobs: tuple[Knob, ...]) -> type[Document]:
     set_values = rule(lambda section, _context: settings_of(section, knobs))
     listed = rule(lambda section, _context: space_of(section, knobs))
     given = rule(lambda section, _context: section and candidate_of(section, knobs, settings=True))
-    train = with_fields(TrainSection, suffix, settings=(Annotated[settings, set_values], settings()))
+    train = with_fields(TrainSection, suffix, settings=(Annotated[settings, set_values], settings))
     tuner = with_fields(
         TunerSection,
         suffix,
-        space=(Annotated[space, listed], space()),
+        space=(Annotated[space, listed], space),
         baseline=(Annotated[baseline | None, given], None),
     )
-    return with_fields(Document, suffix, train=(Annotated[train, rule(train_of)], ...), auto_tuner=(tuner, tuner()))
+    return with_fields(Document, suffix, train=(Annotated[train, rule(train_of)], ...), auto_tuner=(tuner, tuner))
 
 
 def document_for(engines: Sequence[tuple[str, tuple[Knob, ...]]]) -> type[Document]:
@@ -290,15 +290,17 @@ def document_for(engines: Sequence[tuple[str, tuple[Knob, ...]]]) -> type[Docume
 
 
 def with_fields(section: type[M], suffix: str = "", **fields: Any) -> type[M]:
-    """Return a copy of the model `section` in which some fields have other types, but the same descriptions.
+    """Return a copy of the model `section` in which some fields, if any, have other types, but the same descriptions.
 
     `suffix`: added to the name of the model.
-    `fields`: the type and the default of each changed field.
+    `fields`: the type and the default of each changed field. A section stands for its defaults, without validation.
     """
     for name, (kind, default) in fields.items():
         extra: dict[str, JsonValue] | None = {"default": {}} if name == "settings" else None
+        default = default.model_construct() if isinstance(default, type) and issubclass(default, Section) else default
         fields[name] = (kind, Field(default, json_schema_extra=extra))
-    return create_model(section.__name__ + suffix, __base__=section, __doc__=section.__doc__, **fields)
+    name = section.__name__ + suffix
+    return create_model(name, __base__=section, __doc__=section.__doc__, **fields) if fields else section
 
 
 DEFAULTS: Mapping[str, Any] = {"seq_length": 4096, "global_batch_size": 512, "precision": "auto"}

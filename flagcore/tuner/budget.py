@@ -16,7 +16,7 @@ from flagcore.contracts import Platform, Problem, SearchContext
 from flagcore.domain.chip import MUCH_SLOWER, disturbances, slowness
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control, Task
-from flagcore.domain.steps import MIN_STEPS
+from flagcore.domain.steps import MIN_STEPS, SLACK, UNKNOWN_SECONDS
 from flagcore.domain.trial import FAILED_STATES, PROBE, RUN, Role, TimeLimit, Trial, TrialState
 from flagcore.i18n import N_, Message
 from flagcore.tuner.effects import engine_candidate
@@ -174,13 +174,6 @@ class Budget:
         share = share_of_time(self.control, state, trial.role, candidates, seconds_left)
         return with_target(limit, problem.task, trial, share, earlier)
 
-
-SLACK = 3.0
-"""The time limit of a trial's steps, relative to the upper bound of their predicted time. It allows for other jobs,
-slow file systems and compilation. Chosen by hand: the limit ends trials that hang, not slow ones."""
-
-UNKNOWN_SECONDS = 3600.0
-"""The time limit of a trial whose step time is not predicted. Chosen by hand."""
 
 START_SLACK = 2.0
 """The time limit of a trial's start, relative to the longest start of the run so far. Chosen by hand."""

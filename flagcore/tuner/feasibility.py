@@ -16,10 +16,10 @@ from flagcore.domain.plan import Plan, SearchTime, Speedup
 from flagcore.domain.prediction import MEMORY_ERROR
 from flagcore.domain.space import DOES_NOT_FIT, FloatArray, IntArray
 from flagcore.domain.spec import AUTO, PRECISIONS, Task
+from flagcore.domain.steps import SLACK, UNKNOWN_SECONDS
 from flagcore.domain.trial import ESTIMATE, RUN, Role, Trial, TrialState
 from flagcore.errors import NoDevice, NothingFits
 from flagcore.i18n import N_, _
-from flagcore.tuner.budget import SLACK, UNKNOWN_SECONDS
 from flagcore.tuner.experience import Experience
 from flagcore.tuner.problem import recommended, rows_by_time
 from flagcore.tuner.search_state import MAX_RIVALS, SearchState, summarize

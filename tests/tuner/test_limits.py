@@ -11,13 +11,12 @@ from flagcore.contracts import SearchContext
 from flagcore.domain.chip import Fact
 from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Control, Task
+from flagcore.domain.steps import SLACK, UNKNOWN_SECONDS
 from flagcore.domain.trial import PROBE, RUN, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.i18n import choose, from_record
 from flagcore.tuner.budget import (
     REPEAT_SLACK,
-    SLACK,
     START_SLACK,
-    UNKNOWN_SECONDS,
     cap_limit,
     has_time_to_repeat,
     repeats_seconds,

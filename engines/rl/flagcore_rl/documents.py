@@ -160,7 +160,7 @@ class RlDocument(schema.CommonSection):
 
     rl: Annotated[RlSection, rule(rl_of)]
     """The job of reinforcement learning."""
-    auto_tuner: schema.TunerSection = schema.TunerSection()
+    auto_tuner: schema.TunerSection = schema.TunerSection.model_construct()
     """The search; absent: placements and layouts within the default budgets."""
 
 
@@ -179,11 +179,11 @@ def document_for(engines: Sequence[tuple[str, tuple[Knob, ...]]]) -> type[RlDocu
     tuner = schema.with_fields(
         schema.TunerSection,
         suffix,
-        space=(Annotated[space, rule(listed)], space()),
+        space=(Annotated[space, rule(listed)], space),
         baseline=(Annotated[baseline | None, given], None),
     )
     rl = schema.with_fields(RlSection, suffix, engine=(Literal[name], ...))
-    return schema.with_fields(RlDocument, suffix, rl=(Annotated[rl, rule(rl_of)], ...), auto_tuner=(tuner, tuner()))
+    return schema.with_fields(RlDocument, suffix, rl=(Annotated[rl, rule(rl_of)], ...), auto_tuner=(tuner, tuner))
 
 
 DEFAULTS: Mapping[str, Any] = {

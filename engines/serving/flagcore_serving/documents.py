@@ -53,13 +53,13 @@ class BoundSection(Section):
 class SloSection(Section):
     """Latency limits that the best configuration must meet."""
 
-    ttft_s: BoundSection = BoundSection()
+    ttft_s: BoundSection = BoundSection.model_construct()
     """Time to the first token."""
-    tpot_s: BoundSection = BoundSection()
+    tpot_s: BoundSection = BoundSection.model_construct()
     """Time per token after the first, of each request."""
-    itl_s: BoundSection = BoundSection()
+    itl_s: BoundSection = BoundSection.model_construct()
     """Time between two chunks of an answer."""
-    e2e_s: BoundSection = BoundSection()
+    e2e_s: BoundSection = BoundSection.model_construct()
     """Time of a complete answer."""
 
 
@@ -73,9 +73,9 @@ class ServeSection(Section):
     weights that are not quantized."""
     engine_args: dict[str, Scalar | list[Scalar]] = Field(default={}, max_length=2000)
     """Flags of the engine for all candidates, without leading dashes; true is a bare flag, a list several values."""
-    profile: ProfileSection = ProfileSection()
+    profile: ProfileSection = ProfileSection.model_construct()
     """The load: the requests that each trial sends to its servers."""
-    slo: SloSection = SloSection()
+    slo: SloSection = SloSection.model_construct()
     """Latency limits."""
     repeats: Devices = 1
     """Number of times that each load point runs per launch, with new prompts."""
@@ -221,7 +221,7 @@ class ServeTunerSection(SearchSection):
     baseline: Any = None
     """The configuration to which the gain is relative; null: an expert's layout on all devices. All candidates keep its
     knobs that the space does not list, but not layouts and limits of the batch."""
-    control: Annotated[ServeControlSection, rule(_control_of)] = ServeControlSection()
+    control: Annotated[ServeControlSection, rule(_control_of)] = ServeControlSection.model_construct()
     """Budget of the search."""
     objective: Literal[OBJECTIVES] = SERVING[0]  # type: ignore[valid-type]
     """The metric to optimize: rates are maximized, latencies minimized (the mean, unless a statistic is given). cost is
@@ -252,7 +252,7 @@ class ServeDocument(CommonSection):
     public model; or an inline shape; or the keys of a config.json, with its model_type; null: that of the weights."""
     serve: Annotated[ServeSection, rule(serve_of)]
     """The serving job: the engine, its load, and the latency limits."""
-    auto_tuner: ServeTunerSection = ServeTunerSection()
+    auto_tuner: ServeTunerSection = ServeTunerSection.model_construct()
     """The search; absent: layouts on all devices and limits of the batch."""
 
 
@@ -287,7 +287,7 @@ def document_for(engines: ServedEngines) -> type[ServeDocument]:
     tuner = with_fields(
         ServeTunerSection,
         suffix,
-        space=(Annotated[space, rule(listed)], space()),
+        space=(Annotated[space, rule(listed)], space),
         baseline=(Annotated[baseline | None, rule(given)], None),
     )
     names: Any = Literal[tuple(name for name, _ in engines)]
@@ -295,7 +295,7 @@ def document_for(engines: ServedEngines) -> type[ServeDocument]:
     to_fp8 = {name for name, knobs in engines for each in knobs if each.name == "quantization" and "fp8" in each.words}
     serve = with_fields(ServeSection, suffix, engine=(kinds, ...))
     convert = rule(partial(serve_of, to_fp8=to_fp8))
-    return with_fields(ServeDocument, suffix, serve=(Annotated[serve, convert], ...), auto_tuner=(tuner, tuner()))
+    return with_fields(ServeDocument, suffix, serve=(Annotated[serve, convert], ...), auto_tuner=(tuner, tuner))
 
 
 def _knobs_section(engines: ServedEngines, *, listed: bool) -> type[Section]:

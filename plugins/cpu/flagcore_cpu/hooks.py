@@ -21,7 +21,6 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.hooks import hookimpl
 from flagcore.physics.roofline import PlainMemory, Roofline
 from flagcore_cpu import rates
-from flagcore_cpu.costs import MeasuredCosts, ServerCosts
 from flagcore_cpu.machine import Processor, devices, this_machine
 
 CONTEXT_BYTES = 305 * 2**20
@@ -74,6 +73,8 @@ class CpuPlugin(VendorPlugin):
         costs = kernel_costs(self.package, chip) if self.owns(chip) else None
         if not isinstance(costs, Roofline):
             return costs
+        from flagcore_cpu.costs import MeasuredCosts, ServerCosts  # plans for other chips need none
+
         if engine in SERVER_BYTES:
             return ServerCosts.of(chip, costs.curve, Processor.read())
         here = _rates(Processor.read(), measure=False)

@@ -4,7 +4,7 @@ The times of matrix products, small kernels and messages depend only on the numb
 table over a grid of token counts. Attention adds a time per cached token that is read, and per query-key pair.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from flagcore_models.layers import (
@@ -45,6 +45,9 @@ NODES: FloatArray = np.array(
     dtype=np.float64,
 )
 """The grid of token counts of the tables. Times between them are interpolated linearly."""
+
+WITHOUT_COST = ("instances", "max_running", "max_batched_tokens", "memory_fraction", "workspace_bytes", "ahead")
+"""Fields of `Settings` that limit iterations, but do not change the time of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +117,21 @@ def iteration_costs(serving: Serving, settings: Settings, costs: Costs) -> Itera
     """Return the iteration costs of each candidate, NaN if facts about the chip are missing.
 
     Costs are sums over all pipeline stages, because each token passes all of them, as if all were as slow as the
-    slowest. If the device is the CPU itself, kernel launches do not overlap with compute.
+    slowest. If the device is the CPU itself, kernel launches do not overlap with compute. Candidates that differ only
+    in WITHOUT_COST share the costs of one of them, whose values of these fields are NaN.
     """
+    used = replace(settings, **dict.fromkeys(WITHOUT_COST, np.full(settings.tensor.shape, np.nan)))
+    columns = {each.name: getattr(used, each.name) for each in fields(Settings)}
+    table = np.stack([column.astype(np.float64) for column in columns.values()], axis=1)
+    _, rows, of_row = np.unique(table.view(f"V{table.strides[0]}").ravel(), return_index=True, return_inverse=True)
+    distinct = Settings(**{name: column[rows] for name, column in columns.items()})
+    found = [each[of_row] for each in _of_distinct(serving, distinct, costs).arrays]
+    captured = settings.captured(serving.overheads.captures)
+    return replace(IterationCosts(**dict(zip(IterationCosts.__slots__, found, strict=True))), captured=captured)
+
+
+def _of_distinct(serving: Serving, settings: Settings, costs: Costs) -> IterationCosts:
+    """Return `iteration_costs` of settings without WITHOUT_COST; `captured` is NaN."""
     model, kernels, overheads, column = serving.model, costs.kernels, serving.overheads, settings.column
     tokens = np.minimum(NODES, column.pass_tokens)
     moe, messages = float(serving.moe_layers), _messages(serving, column, costs, tokens)
