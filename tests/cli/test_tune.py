@@ -269,6 +269,10 @@ def test_help_imports_nothing_heavy(project: Project, arguments: tuple[str, ...]
     assert imported(project, HEAVY, *arguments) == []
 
 
+def test_a_plan_imports_nothing_that_only_trials_need(project: Project) -> None:
+    assert imported(project, ("scipy", "optuna", "torch"), "estimate", project.spec()) == []
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")
 def test_output_that_cannot_be_written_is_reported_in_one_line() -> None:
     with open("/dev/full", "w") as full:

@@ -52,13 +52,15 @@ def prune_by_trials(problem: Problem, trials: Sequence[Trial], probes: Sequence[
 
 def needed_share(space: Space, predictions: Predictions, trials: Sequence[Trial]) -> float:
     """Return the lower bound of a candidate's memory that `trials` teach, as a share of its predicted memory."""
-    from flagcore.tuner.learning import min_memory_share  # importing scipy is slow, and plans have no trials
-
     ratios = []
     for trial in trials:
         row, measured = space.find(trial.candidate), trial.measurement
         if row is not None and trial.state is TrialState.MEASURED and measured and measured.device_used_bytes:
             ratios.append(math.log(measured.device_used_bytes / float(predictions.device_used_bytes[row])))
+    if not ratios:
+        return 1.0
+    from flagcore.tuner.learning import min_memory_share  # importing scipy is slow, and plans have no trials
+
     return min_memory_share(ratios)
 
 
