@@ -42,9 +42,12 @@ class Arrivals(Sequences):
             Request(times[index] if index < len(times) else inf, int(prompt), max(int(output), 1))
             for index, (prompt, output) in enumerate(lengths)
         ]
-        for name, values in (("hit", hits), ("load", loads), ("adapter", adapters)):
-            for request, value in zip(self.requests, values, strict=False):
-                setattr(request, name, value)
+        for index, hit in enumerate(hits):
+            self.requests[index].hit = hit
+        for index, load in enumerate(loads):
+            self.requests[index].load = load
+        for index, adapter in enumerate(adapters):
+            self.requests[index].adapter = adapter
         for index, each in enumerate(parts):
             self.requests[index].parts, self.requests[index].shared = each, sum([size for _, size in each])
         self.apart: list[tuple[float, float, float]] = []
