@@ -67,6 +67,7 @@ def estimate_command(
     if jobs is not None:
         _estimate_jobs(jobs, form, arguments["without"])
         return
+    spec = api.changed_spec(spec, {})  # read once: it may be stdin
     if arguments["chip"] is None:
         api.require_chip(spec)
     modes = (arguments["evidence"] or None, explain, arguments["like"], arguments["report"])

@@ -1,5 +1,6 @@
 """`flag estimate`: the list, one candidate in full, and job records."""
 
+import io
 import json
 import subprocess
 from pathlib import Path
@@ -251,7 +252,9 @@ def test_a_limit_in_short_is_that_limit_and_the_last_line_of_a_plan_keeps_it(fla
     assert (script[:2], "Qwen/Qwen3-8B" in script) == ("#!", True)
 
 
-def test_several_engines_are_planned_side_by_side(flag: Flag, answer: Answer, tmp_path: Path) -> None:
+def test_several_engines_are_planned_side_by_side(
+    flag: Flag, answer: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load = {"input_len": 512, "output_len": 64, "concurrency": 8, "range_spread": 0.5}
     spec, served = tmp_path / "two.yaml", {"engine": ["sglang", "nope", "vllm"], "profile": load}
     job = {"model": "Qwen/Qwen3-0.6B", "cluster": {"chip": "H20", "devices_per_node": 1}, "serve": served}
@@ -262,6 +265,8 @@ def test_several_engines_are_planned_side_by_side(flag: Flag, answer: Answer, tm
     assert [line.split()[0] for line in shown.out.splitlines()[-2:]] == sorted(found, key=lambda name: found[name])
     assert found.keys() == {"sglang", "vllm"}
     flag("estimate", str(spec), "--explain", "1").refused(2, "lists several engines")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(spec.read_bytes())))
+    assert {each["engine"] for each in answer("estimate", "-")} == found.keys()
 
 
 def test_sizes_of_the_cluster_replace_those_of_the_spec(answer: Answer, project: Project) -> None:
