@@ -64,7 +64,10 @@ def serving(
     chip: Mapping[str, Any] = {},
     **arguments: Any,
 ) -> Task:
-    """A task on nodes with `devices` each, of a chip with other fields `chip`; fields of `Spec` go to the spec, the rest to its serving job."""
+    """A task on nodes with `devices` each; fields of `Spec` go to the spec, the rest to its serving job.
+
+    `chip`: other fields of its chip.
+    """
     outer = {name: arguments.pop(name) for name in SPEC_FIELDS & {*arguments}}
     work = ServeSpec(engine=engine, **{"loads": (LOAD,), **arguments})
     spec = Spec(model=model, work=work, **{"cluster": ClusterSpec(), **outer})
