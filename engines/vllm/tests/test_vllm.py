@@ -528,10 +528,8 @@ def test_from_0_15_each_attention_rank_accepts_requests() -> None:
     ],
 )
 def test_flags_that_vllm_rejects_are_rejected(flag: str, value: object, key: str) -> None:
-    name = f"serve.engine_args.{flag.partition('.')[0]}{key}"
-    with pytest.raises(SpecError) as raised:
+    with refuses(f"serve.engine_args.{flag.partition('.')[0]}{key}"):
         figures(cards(engine_args={flag: value}))
-    assert raised.value.key == name
 
 
 def test_json_flags_that_vllm_accepts_pass() -> None:
