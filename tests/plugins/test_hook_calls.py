@@ -367,22 +367,16 @@ def test_a_loop_that_exceeds_its_time_limit_ends() -> None:
     assert len(rounds) == count
 
 
-def test_code_that_waits_beyond_its_time_limit_leaves_debuggers_alone() -> None:
-    code = (
-        "from tests.plugins.test_hook_calls import *\n"
-        "with pytest.raises(TooSlow): within(0.05, sleeping)\n"
-        "sys.settrace(lambda *_: None); chips_of(); os._exit(0)"
-    )
-    assert subprocess.run((sys.executable, "-c", code), timeout=60, check=False).returncode == 0
+DEBUGGED = """with pytest.raises(TooSlow): within(0.05, sleeping)
+sys.settrace(lambda *_: None); chips_of(); os._exit(0)"""
+LEFT = """from flagcore.loading import limits; from flagcore.cli import main
+limits.EXIT_SECONDS = 0.1; within(9, leave_threads); sys.argv = ['flag', '--version']; main()"""
 
 
-def test_threads_that_a_hook_leaves_do_not_keep_the_process_alive() -> None:
-    code = (
-        "from tests.plugins.test_hook_calls import *\n"
-        "from flagcore.loading import limits; from flagcore.cli import main\n"
-        "limits.EXIT_SECONDS = 0.1; within(9, leave_threads); sys.argv = ['flag', '--version']; main()"
-    )
-    assert subprocess.run((sys.executable, "-c", code), timeout=60, capture_output=True).returncode == 0
+@pytest.mark.parametrize("code", [DEBUGGED, LEFT], ids=["code beyond its limit under a debugger", "threads of a hook"])
+def test_what_a_hook_leaves_does_not_keep_the_process(code: str) -> None:
+    words = (sys.executable, "-c", f"from tests.plugins.test_hook_calls import *\n{code}")
+    assert subprocess.run(words, timeout=60, capture_output=True).returncode == 0
 
 
 def test_a_reading_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """LMDeploy: knobs, rules, settings, the command line and what is read back, as its documentation has them."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,10 +50,7 @@ def test_states_are_set_aside_for_the_whole_batch() -> None:
     [("A100-80GB", "sm_80", 384), ("H200-NVL", "sm_90", 1024), ("H20", "sm_90", 128), ("C500", "xcore1000", 256)],
 )
 def test_the_default_batch_follows_the_name_of_the_device(name: str, architecture: str, batch: int) -> None:
-    task = planned("lmdeploy")
-    group = task.cluster.groups[0]
-    group = replace(group, chip=replace(group.chip, name=name, architecture=architecture))
-    task = replace(task, cluster=replace(task.cluster, groups=(group,)))
+    task = planned("lmdeploy", chip={"name": name, "architecture": architecture})
     assert settings(task).max_running.item() == batch
 
 

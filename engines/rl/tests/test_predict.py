@@ -23,6 +23,7 @@ from flagcore.api.inputs import open_spec, read_spec
 from flagcore.domain.space import Candidate
 from flagcore.errors import FlagError, LaunchError, SpecError
 from flagcore.plugins import find_engine
+from tests.checks import refuses
 from tests.plugins.conftest import Install
 from tests.plugins.conftest import install as install
 from tests.tasks import planned
@@ -159,9 +160,8 @@ def test_illegal_candidates_say_why(candidate: Mapping[str, Any], reason: str) -
     ],
 )
 def test_bad_input_is_one_message(change: Mapping[str, Any], key: str) -> None:
-    with pytest.raises(SpecError) as raised:
+    with refuses(key):
         open_spec(spec(**change))
-    assert raised.value.key == key
 
 
 @pytest.mark.parametrize(
@@ -185,9 +185,8 @@ def test_bad_input_is_one_message(change: Mapping[str, Any], key: str) -> None:
     ],
 )
 def test_what_is_not_predicted_is_refused(change: Mapping[str, Any], key: str) -> None:
-    with pytest.raises(SpecError) as raised:
+    with refuses(key):
         open_spec({**spec(), **change}, plan=True)
-    assert raised.value.key == key
 
 
 def test_the_context_of_a_rollout_holds_the_longest_possible_sample() -> None:
@@ -394,9 +393,8 @@ def test_a_setting_of_a_command_stays_unless_the_space_says_otherwise(folder: Pa
     axes = {axis.knob: axis.values for axis in engine.axes(task)}
     assert axes["rollout_memory_share"] == ("0.5", "0.7", "0.85")
     assert axes["rollout_devices"] == (None,)
-    with pytest.raises(SpecError) as error:
+    with refuses("auto_tuner.space.rollout_devices"):
         engine.axes(replace(task, spec=replace(task.spec, space={"rollout_devices": (8,)})))
-    assert error.value.key == "auto_tuner.space.rollout_devices"
 
 
 @pytest.mark.parametrize("name", LOGS)

@@ -11,7 +11,6 @@ from flagcore.domain.knob import in_versions
 from flagcore.domain.space import BoolArray, Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.i18n import N_
-from flagcore_sglang.servers import ENCODERS_SINCE
 from flagcore_sglang.space import (
     CHUNK,
     DRAFT_FLAG,
@@ -25,6 +24,9 @@ from flagcore_sglang.space import (
     own_page,
     page_sizes,
 )
+
+ENCODERS_SINCE = ">=0.5.7"
+"""The releases with `--encoder-only` and `--language-only`."""
 
 
 def rules_of(task: Task) -> tuple[Rule, ...]:

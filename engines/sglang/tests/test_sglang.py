@@ -118,13 +118,9 @@ def test_cached_states_are_planned_ahead_in_newer_releases_only() -> None:
 def test_sparse_latent_attention_caches_fp8_by_default_on_new_chips(
     architecture: str, words: dict[str, str], element: float
 ) -> None:
-    task = cards()
-    group = task.cluster.groups[0]
-    group = replace(group, chip=replace(group.chip, architecture=architecture))
-    task = replace(task, cluster=replace(task.cluster, groups=(group,)))
-    assert settings(task, **words).cache_element_bytes.item() == 2.0
-    task = replace(task, spec=replace(task.spec, model=SPARSE))
-    assert settings(task, **words).cache_element_bytes.item() == element
+    chip = {"architecture": architecture}
+    assert settings(cards(chip=chip), **words).cache_element_bytes.item() == 2.0
+    assert settings(cards(chip=chip, model=SPARSE), **words).cache_element_bytes.item() == element
 
 
 @pytest.mark.parametrize(
@@ -189,10 +185,7 @@ def test_a_server_that_speculates_runs_48_requests_of_all_attention_groups_by_de
 def test_the_share_of_memory_leaves_room_for_graphs_of_prompts_buffers_and_drafts(
     model: Model, version: str, values: dict[str, Any], mib: float
 ) -> None:
-    task = cards(model=model, memory=80 * GIB, engine_version=version)
-    group = task.cluster.groups[0]
-    group = replace(group, chip=replace(group.chip, architecture="sm_90"))
-    task = replace(task, cluster=replace(task.cluster, groups=(group,)))
+    task = cards(model=model, memory=80 * GIB, engine_version=version, chip={"architecture": "sm_90"})
     reserved = (1 - settings(task, **values).memory_fraction.item()) * 80 * 1024
     assert reserved == pytest.approx(512 + 1.5 * 8192 + 512 + 128 + mib, abs=41)  # the share has three digits
 
@@ -211,10 +204,7 @@ def test_the_share_of_memory_leaves_room_for_graphs_of_prompts_buffers_and_draft
 def test_a_page_has_a_size_that_the_attention_backend_supports(
     architecture: str, values: dict[str, Any], page: int
 ) -> None:
-    task = cards()
-    group = task.cluster.groups[0]
-    group = replace(group, chip=replace(group.chip, architecture=architecture))
-    task = replace(task, cluster=replace(task.cluster, groups=(group,)))
+    task = cards(chip={"architecture": architecture})
     assert settings(task, **values).block_size.item() == page
     assert values or merged(ENGINE, task, page_size=page) == merged(ENGINE, task)
 

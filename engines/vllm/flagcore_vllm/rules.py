@@ -25,7 +25,7 @@ from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge
 from flagcore.domain.spec import Task
 from flagcore.i18n import N_
 from flagcore_vllm import connectors
-from flagcore_vllm.servers import CONFIG, EMBEDDINGS, ENCODERS_SINCE, P2P, P2P_RELEASES
+from flagcore_vllm.connectors import CONFIG
 from flagcore_vllm.space import (
     BLOCK,
     CHUNKED,
@@ -45,6 +45,11 @@ from flagcore_vllm.space import (
     scales_yarn,
 )
 
+ENCODERS_SINCE = ">=0.16"
+"""The releases with `--mm-encoder-only`, with which an encoder does not load the language model (0.14 has none)."""
+NIXL, P2P = "NixlConnector", "P2pNcclConnector"
+P2P_RELEASES = "<0.24"
+EMBEDDINGS = "ec-transfer-config"
 EVEN_EXPERTS = ("deepseek_v4",)
 """Values of model_type whose experts are the same number on each rank (vLLM 0.32 `models/deepseek_v4`, and issue 52435:
 256 experts on 3 ranks fail an assertion). Other models' ranks may have different numbers."""

@@ -47,7 +47,7 @@ from flagcore.errors import SpecError
 from flagcore.spec.models import model_from
 from tests.checks import refuses
 from tests.launchers.processes import program
-from tests.product.tasks import DENSE
+from tests.product.tasks import CHIP, DENSE
 from tests.product.tasks import platform as small_platform
 
 
@@ -87,11 +87,9 @@ def test_overlapped_batches_need_an_exchange_that_supports_them(
     ],
 )
 def test_batches_and_graphs_follow_the_chip(chip: str, version: str, tokens: int, seqs: int, graph: int) -> None:
-    task = cards(memory=80 * GIB, engine_version=version)
-    group = task.cluster.groups[0]
-    rates = dict.fromkeys(("bf16", "fp8", "fp4"), group.chip.dense_flops_per_second["bf16"])
-    group = replace(group, chip=replace(group.chip, dense_flops_per_second=rates, architecture=chip))
-    task = replace(task, cluster=replace(task.cluster, groups=(group,)))
+    rates = dict.fromkeys(("bf16", "fp8", "fp4"), CHIP.dense_flops_per_second["bf16"])
+    changes = {"dense_flops_per_second": rates, "architecture": chip}
+    task = cards(memory=80 * GIB, engine_version=version, chip=changes)
     found = settings(task)
     assert (found.max_batched_tokens.item(), found.max_running.item()) == (tokens, seqs)
     assert found.graph_tokens.item() == graph
@@ -102,10 +100,7 @@ def test_batches_and_graphs_follow_the_chip(chip: str, version: str, tokens: int
 def test_sparse_latent_attention_has_blocks_of_64_tokens(chip: str, block: int) -> None:
     found = find_public("deepseek-ai/DeepSeek-V3.2")
     assert found
-    task = cards(model=model_of_config(found[0], name="a", file="config.json"))
-    group = task.cluster.groups[0]
-    group = replace(group, chip=replace(group.chip, architecture=chip))
-    task = replace(task, cluster=replace(task.cluster, groups=(group,)))
+    task = cards(model=model_of_config(found[0], name="a", file="config.json"), chip={"architecture": chip})
     assert settings(task).block_size.item() == block
     assert settings(cards()).block_size.item() == 16
 
@@ -533,10 +528,8 @@ def test_from_0_15_each_attention_rank_accepts_requests() -> None:
     ],
 )
 def test_flags_that_vllm_rejects_are_rejected(flag: str, value: object, key: str) -> None:
-    name = f"serve.engine_args.{flag.partition('.')[0]}{key}"
-    with pytest.raises(SpecError) as raised:
+    with refuses(f"serve.engine_args.{flag.partition('.')[0]}{key}"):
         figures(cards(engine_args={flag: value}))
-    assert raised.value.key == name
 
 
 def test_json_flags_that_vllm_accepts_pass() -> None:

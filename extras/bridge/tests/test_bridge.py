@@ -1,4 +1,8 @@
-"""Specs of Megatron-Bridge's recipes."""
+"""Specs of Megatron-Bridge's recipes.
+
+`configs` has the output of `ConfigContainer.to_yaml` for recipes of release 0.3.1 (Apache License 2.0), without nulls,
+most `false`, empty values, and the sections for checkpoints and the scheduler; that of LoRA lacks most keys of `model`.
+"""
 
 import re
 from pathlib import Path

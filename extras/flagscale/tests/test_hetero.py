@@ -12,7 +12,7 @@ from flagcore_flagscale.source import Imported
 from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.space.knobs import SPACE_KNOBS
 
-from extras.flagscale.tests.test_same_job import DATA, HERE, TABLE, arguments, meaning, run_flagscale
+from extras.flagscale.tests.test_same_job import ANSWERS, DATA, TABLE, arguments, meaning, record, run_flagscale
 from flagcore import api
 from flagcore.contracts import ExportJob, Platform
 from flagcore.domain.space import Candidate
@@ -26,8 +26,6 @@ from tests.product import tasks
 
 pytestmark = pytest.mark.spread
 
-RECORDED = HERE / "recorded" / "hetero.json"
-"""Answers of FlagScale 0.8.0: `FLAGSCALE=FOLDER RECORD=1 pytest extras/flagscale/tests/test_hetero.py`."""
 TWO = "n1 slots=8 type=A800\nn2 slots=16 type=BI-V150\n"
 THREE = "n1 slots=8 type=BI-V150\nn2 slots=8 type=A800\nn3 slots=8 type=C550\n"
 VOCABULARY = "++train.data.tokenizer.vocab_size=32000"
@@ -161,7 +159,7 @@ WHEEL = Path(os.environ.get("FLAGSCALE", "/flagscale"))
 @pytest.mark.parametrize("name", [name for name, (tree, _, _) in CASES.items() if tree != "wheel"])
 def test_a_mixed_job_has_the_arguments_that_flagscale_recorded(name: str, tmp_path: Path) -> None:
     (run := tmp_path / "run" / "trials" / "0001").mkdir(parents=True)
-    check(case(name, tmp_path, WHEEL), json.loads(RECORDED.read_text(encoding="utf-8"))[name], run)
+    check(case(name, tmp_path, WHEEL), ANSWERS[name], run)
 
 
 @pytest.mark.long
@@ -176,7 +174,7 @@ def test_a_mixed_job_has_the_arguments_of_flagscales_own_runner(tmp_path: Path) 
     answers = dict(zip(cases, run_flagscale(sys.executable, WHEEL, list(cases.values())), strict=True))
     if os.environ.get("RECORD"):
         own_answers = {name: each for name, each in answers.items() if CASES[name][0] != "wheel"}
-        RECORDED.write_text(json.dumps(own_answers).replace(str(tmp_path), "/trees") + "\n", encoding="utf-8")
+        record(json.loads(json.dumps(own_answers).replace(str(tmp_path), "/trees")))
     for name, answer in answers.items():
         check(cases[name], answer, run)
 

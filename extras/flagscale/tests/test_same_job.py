@@ -30,8 +30,10 @@ from tests.product import tasks
 from tests.product.tasks import ENGINES
 
 HERE = Path(__file__).parent
-RECORDED = HERE / "recorded" / "runner.json"
-"""Answers of FlagScale 0.8.0 for `OWN`: `RECORD=1 pytest extras/flagscale/tests/test_same_job.py -m long`."""
+RECORDED = HERE / "recorded.json"
+"""Answers of FlagScale 0.8.0 for `OWN`: `RECORD=1 pytest extras/flagscale/tests/test_same_job.py -m long`, and for
+kinds of chips: `FLAGSCALE=FOLDER RECORD=1 pytest extras/flagscale/tests/test_hetero.py`."""
+ANSWERS = json.loads(RECORDED.read_text(encoding="utf-8"))
 TABLE = release_table("0.15.0+flagscale")
 DATA = ("++train.data.data_path=/data/corpus", "++train.data.tokenizer.tokenizer_path=/data/tokenizer")
 # What FlagScale's tuner sets is below train.system, and values of train.model hide it.
@@ -129,7 +131,11 @@ def test_a_candidate_has_the_arguments_that_flagscale_recorded(name: str, tmp_pa
     """`tmp_path` has the trees."""
     own_case = own_cases()[list(OWN).index(name)]
     (run := tmp_path / "run" / "trials" / "0001").mkdir(parents=True)
-    check(own_case, json.loads(RECORDED.read_text(encoding="utf-8"))[name], run)
+    check(own_case, ANSWERS[name], run)
+
+
+def record(answers: dict[str, Any]) -> None:
+    RECORDED.write_text(json.dumps({**ANSWERS, **answers}) + "\n", encoding="utf-8")
 
 
 def run_flagscale(python: str, root: Path, cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -170,8 +176,7 @@ def test_a_candidate_has_the_arguments_of_flagscales_own_runner(wheel: Path, tmp
     ]
     answers = run_flagscale(f"{ENVIRONMENT}/bin/python", wheel, [*own, *examples])
     if os.environ.get("RECORD"):
-        record = dict(zip(OWN, answers, strict=False))
-        RECORDED.write_text(json.dumps(without_places(record, wheel)) + "\n", encoding="utf-8")
+        record(without_places(dict(zip(OWN, answers, strict=False)), wheel))
     for request, answer in zip([*own, *examples], answers, strict=True):
         check(request, answer, run)
         found = FlagScale().read_tree(Path(request["directory"]), request["name"], tuple(request["overrides"]))

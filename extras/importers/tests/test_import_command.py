@@ -71,7 +71,7 @@ def test_a_training_command_is_its_own_baseline(words: list[str], tmp_path: Path
     assert not values["use_recompute"]
 
 
-INPUTS = yaml.safe_load((Path(__file__).parent / "round_trip.yaml").read_text())
+INPUTS, UNKNOWN_KEYS, FOUND_INPUTS = yaml.safe_load_all(Path(__file__).with_name("inputs.yaml").read_text())
 IMAGES = {"vllm": "vllm/vllm-openai:v0.11.0", "sglang": "lmsysorg/sglang:v0.5.5"}
 OWN = {"GEMS_VENDOR", "CUDA_DEVICE_MAX_CONNECTIONS", "GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES"}
 

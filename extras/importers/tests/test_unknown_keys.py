@@ -12,14 +12,14 @@ import yaml
 from flagcore_importers.command import read_command
 from flagcore_importers.starts import FailedScript, Reader
 
-from extras.importers.tests.test_import_command import TRAINING
+from extras.importers.tests.test_import_command import FOUND_INPUTS, TRAINING
+from extras.importers.tests.test_import_command import UNKNOWN_KEYS as CASES
 from flagcore import api
 from flagcore.contracts import ImportedSpec
 from flagcore.domain.launch import Start
 from flagcore.errors import SpecError, UsageError
 from flagcore.spec.plain_data import commented_yaml
 
-CASES: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("unknown_keys.yaml").read_text())
 VALUES = ("true", "false", "17", "null")
 NAMES = ("turbo_mode", "zorblax", "quux_size", "flurb")
 
@@ -182,12 +182,11 @@ def test_a_script_that_fails_is_no_program(reader: Reader) -> None:
     assert programs[1] == FailedScript(reason="ends with exit code 3: no data", unset=())
 
 
-INPUTS = yaml.safe_load(Path(__file__).with_name("found_inputs.yaml").read_text())
 SECRETS = ("hf_abc", "sk-abc", "0123456789abcdef", "<secret>", "secrets.env", "hf-token-secret")
 FLAGS = TRAINING.replace("--tokenizer-type HuggingFaceTokenizer --tokenizer-model model", "--vocab-size 32000")
 
 
-@pytest.mark.parametrize("case", INPUTS, ids=lambda case: str(case["name"]))
+@pytest.mark.parametrize("case", FOUND_INPUTS, ids=lambda case: str(case["name"]))
 def test_an_input_comes_in_whole_or_is_refused(
     case: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,10 @@ from tests.product.tasks import SHAPE
 pytestmark = pytest.mark.spread
 
 CRDS = json.loads(gzip.decompress((Path(__file__).parent / "crds.json.gz").read_bytes()))
+"""The `openAPIV3Schema` of custom resource definitions, without descriptions (all Apache-2.0): JobSet (kubernetes-sigs/
+jobset `config/components/crd/bases` @08dfbdfd), Job (volcano-sh/volcano `config/crd/volcano/bases` @ed72c7c8),
+LeaderWorkerSet (kubernetes-sigs/lws `config/crd/bases` @060ab4da), and PyTorchJob (kubeflow/training-operator
+`manifests/base/crds` at v1.9.0)."""
 TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "number": (int, float)}
 SPEC: dict[str, Any] = {
     "model": SHAPE,

@@ -15,6 +15,7 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.host import text_of
 
 BUS = re.compile(r"\b[0-9A-Fa-f]{1,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]\b")
+_PLACE = re.compile(rf"{BUS.pattern}(?: +(?:On|Off|N/A))?")
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\r\x00\ufeff]")
@@ -104,6 +105,38 @@ def read_table(
         elif len(parts) > 2 and re.match(r"\d+\s+\S", parts[0]) and any(BUS.search(part) for part in parts):
             found.append(f"unknown format (please report it): {lines[at]}")
     return listing_of(found)
+
+
+Named = tuple[int, str, list[str]]
+"""The index and the name of a device, and all cells of its first line."""
+
+
+def table_reader(
+    title: str,
+    name: re.Pattern[str],
+    body: Callable[[Named, list[str], list[str]], Row | str | None],
+    *,
+    split: Callable[[str], list[str]] = cells,
+    lines_per_device: int = 2,
+) -> Callable[[str], Listing]:
+    """Return a reader of tables with a title and the version of the driver, and none of other texts.
+
+    A device's first line has three cells: the second one has its PCI address, and maybe a switch. The groups of `name`
+    are its index and its name in the first one. The other arguments are those of `read_table`.
+    """
+
+    def head(parts: list[str]) -> Named | None:
+        found = name.fullmatch(parts[0]) if len(parts) == 3 and _PLACE.fullmatch(parts[1]) else None
+        return (int(found[1]), found[2], parts) if found else None
+
+    def read(text: str) -> Listing:
+        text = strip_controls(text)
+        if not re.search(title, text):
+            return Listing()
+        found = read_table(text, head, body, split=split, lines_per_device=lines_per_device)
+        return with_driver(found, search(r"Driver Version: *([\w.-]+)", text)[0])
+
+    return read
 
 
 def read_processes(text: str, pattern: re.Pattern[str] = _PROCESS) -> dict[int, tuple[str, ...]]:

@@ -11,17 +11,7 @@ from collections.abc import Mapping
 
 from flagcore_vendorkit.detection import DeviceDetector, list_with
 from flagcore_vendorkit.machine import TorchReport, tool_output
-from flagcore_vendorkit.rows import (
-    BUS,
-    Listing,
-    Row,
-    parse_power,
-    read_table,
-    search,
-    strip_controls,
-    usual_row,
-    with_driver,
-)
+from flagcore_vendorkit.rows import Named, Row, parse_power, search, strip_controls, table_reader, usual_row
 
 PCI_VENDOR = 0x1E3E
 """Source: gpustack/runtime gpustack_runtime/detector. The ID 1e3e:0002 is an MR-V100 (ywh555hhh/llaisys notes)."""
@@ -33,34 +23,24 @@ _DEAD_WATTS = "65535"
 """Power that a hung device reports: a counter with all 16 bits set. Such a device also reports 0 C and 25 MHz."""
 
 
-def read(text: str) -> Listing:
-    """Return the devices of ixsmi's table. A card with two chips has two devices; only the second one reports power."""
-    text = strip_controls(text)
-    if TITLE not in text:
-        return Listing()
-    return with_driver(read_table(text, _head, _body), search(r"Driver Version:\s*([\w.]+)", text)[0])
-
-
 def uuids(text: str) -> Mapping[int, str]:
     """Return the UUIDs in the output of `ixsmi --query-gpu=index,uuid --format=csv,noheader`, by index."""
     lines = re.finditer(r"^\s*(\d+),\s*([\w-]+)\s*$", strip_controls(text), re.MULTILINE)
     return {int(line[1]): line[2] for line in lines}
 
 
-def _head(parts: list[str]) -> tuple[int, str, str | None] | None:
-    name = _NAME.fullmatch(parts[0]) if len(parts) == 3 else None
-    if name is None or not BUS.fullmatch(parts[1]):
-        return None
-    return int(name[1]), name[2], search(r"(\d+) ?MHz", parts[2])[0]
-
-
-def _body(head: tuple[int, str, str | None], parts: list[str], after: list[str]) -> Row | str | None:
-    index, name, megahertz = head
+def _body(head: Named, parts: list[str], after: list[str]) -> Row | str | None:
+    index, name, first = head
+    megahertz = search(r"(\d+) ?MHz", first[2])[0]
     mode = parts[-1].split()[-1] if parts and len(parts[-1].split()) > 1 else ""
     row = usual_row(index, name, parts, mode=mode, megahertz=megahertz)
     if row and (watts := parse_power(parts[0])[0]) == _DEAD_WATTS:
         return f"GPU {index} ({name}) is not usable: it hangs and reports {watts} W"
     return row
+
+
+read = table_reader(TITLE, _NAME, _body)
+"""Returns the devices of ixsmi's table. A card with two chips has two devices; only the second one reports power."""
 
 
 def _is_own_torch(report: TorchReport) -> bool:

@@ -7,23 +7,14 @@ import re
 from functools import partial
 
 from flagcore_vendorkit.detection import DeviceDetector, list_with
-from flagcore_vendorkit.rows import (
-    BUS,
-    Listing,
-    Row,
-    read_processes,
-    read_table,
-    strip_controls,
-    usual_row,
-    with_driver,
-)
+from flagcore_vendorkit.rows import Named, Row, read_processes, table_reader, usual_row
 
 PCI_VENDOR = 0x1D22
 """Baidu's PCI vendor ID. The PCI ID database lists the cards under it."""
 
 _CHIP = re.compile(r"(Kunlunxin )?[PR]\d{3}")
 """Matches the name of a card, such as `P800 OAM`."""
-_TITLE = re.compile(r"\| XPU-SMI +Driver Version: (\S+)")
+TITLE = r"\| XPU-SMI +Driver Version: \S"
 _NAME = re.compile(r"(\d+) +([A-Z]\d{3}\S*( \S+)*?) +\S+")
 _PROCESS = re.compile(r"(?m)^ *\| +(\d+) +\S+ +\S+ +(\d+) +\S+ +(\S.*?) +(\d+)MiB *\| *$")
 """A line of the list of processes: device, two instance numbers, process, type, name and MiB."""
@@ -31,26 +22,16 @@ _PROCESS = re.compile(r"(?m)^ *\| +(\d+) +\S+ +\S+ +(\d+) +\S+ +(\S.*?) +(\d+)Mi
 processes = partial(read_processes, pattern=_PROCESS)
 
 
-def read(text: str) -> Listing:
-    """Return the devices in the table, without virtual devices."""
-    text = strip_controls(text)
-    title = _TITLE.search(text)
-    if title is None:
-        return Listing()
-    return with_driver(read_table(text, _head, _body, lines_per_device=3), title[1])
-
-
-def _head(parts: list[str]) -> tuple[int, str] | None:
-    name = _NAME.fullmatch(parts[0]) if len(parts) == 3 else None
-    return (int(name[1]), name[2]) if name and BUS.fullmatch(parts[1].split(" ")[0]) else None
-
-
-def _body(head: tuple[int, str], parts: list[str], after: list[str]) -> Row | str | None:
-    index, name = head
+def _body(head: Named, parts: list[str], after: list[str]) -> Row | str | None:
+    index, name, _ = head
     row = usual_row(index, name, parts)
     if row is None or row.device.memory_bytes == 0:
         return None
     return f"XPU {index} ({name}) is a part of another" if name.endswith(" VF") else row
+
+
+read = table_reader(TITLE, _NAME, _body, lines_per_device=3)
+"""Returns the devices in the table, without virtual devices."""
 
 
 DETECTOR = DeviceDetector(

@@ -7,18 +7,7 @@ import re
 from functools import partial
 
 from flagcore_vendorkit.detection import DeviceDetector, list_with
-from flagcore_vendorkit.rows import (
-    BUS,
-    UNITS,
-    Listing,
-    Row,
-    read_processes,
-    read_table,
-    reading,
-    search,
-    strip_controls,
-    with_driver,
-)
+from flagcore_vendorkit.rows import UNITS, Named, Row, read_processes, reading, search, table_reader
 
 from flagcore.domain.chip import Device
 
@@ -34,26 +23,12 @@ _PROCESS = re.compile(r"(?m)^(\d+) +(\d+) +(\S.*?) +(\d+)MiB *$")
 processes = partial(read_processes, pattern=_PROCESS)
 
 
-def read(text: str) -> Listing:
-    """Return the devices in the table, without virtual devices."""
-    text = strip_controls(text)
-    if TITLE not in text:
-        return Listing()
-    found = read_table(text, _head, _body, split=lambda line: [part.strip() for part in line.split("|")])
-    return with_driver(found, search(r"Driver Version: ?([\w.-]+)", text)[0])
-
-
-def _head(parts: list[str]) -> tuple[int, str, tuple[str, str, str]] | None:
-    name, load = (_NAME.fullmatch(parts[0]), _LOAD.fullmatch(parts[2])) if len(parts) == 3 else (None, None)
-    if name is None or load is None or not BUS.fullmatch(parts[1]):
+def _body(head: Named, parts: list[str], after: list[str]) -> Row | str | None:
+    index, name, first = head
+    load = _LOAD.fullmatch(first[2])
+    if load is None or len(parts) != 3 or load[3] == "0":
         return None
-    return int(name[1]), name[2], (load[1], load[2], load[3])
-
-
-def _body(head: tuple[int, str, tuple[str, str, str]], parts: list[str], after: list[str]) -> Row | str | None:
-    index, name, (percent, used, total) = head
-    if len(parts) != 3 or total == "0":
-        return None
+    percent, used, total = load.groups()
     if not parts[0].startswith(("Physical", "MPC Parent")):
         return f"GPU {index} ({name}) is a part of another: {parts[0]}"
     return Row(
@@ -64,6 +39,8 @@ def _body(head: tuple[int, str, tuple[str, str, str]], parts: list[str], after: 
     )
 
 
+read = table_reader(TITLE, _NAME, _body, split=lambda line: [part.strip() for part in line.split("|")])
+"""Returns the devices in the table, without virtual devices."""
 DETECTOR = DeviceDetector(
     vendor="mthreads",
     tool="mthreads-gmi",

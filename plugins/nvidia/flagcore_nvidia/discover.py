@@ -11,18 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from flagcore_vendorkit.detection import DeviceDetector
 from flagcore_vendorkit.machine import query_tool, tool_output
 from flagcore_vendorkit.rows import (
-    BUS,
     UNITS,
     Listing,
+    Named,
     Row,
     blocked_reason,
     listing_of,
-    read_table,
     reading,
     search,
     strip_controls,
+    table_reader,
     usual_row,
-    with_driver,
 )
 
 from flagcore.domain.chip import Device, DeviceUse
@@ -57,9 +56,7 @@ def read(text: str, fields: Sequence[str] = FIELDS) -> Listing:
     out.
     """
     text = strip_controls(text)
-    (driver,) = search(r"Driver Version:\s*([\w.]+)", text)
-    table = read_table(text, _head, _body) if TITLE in text else Listing()
-    queried = with_driver(table, driver).or_else(lambda: listing_of(_queried(_csv_rows(text, fields))))
+    queried = _of_table(text).or_else(lambda: listing_of(_queried(_csv_rows(text, fields))))
     return queried.or_else(lambda: listing_of(_queried(_listed(text))))
 
 
@@ -128,13 +125,8 @@ def _queried(lines: Sequence[Mapping[str, str]]) -> Iterator[Row | str]:
         yield f"{len(foreign)} devices are not NVIDIA's: {', '.join(dict.fromkeys(foreign))}"
 
 
-def _head(parts: list[str]) -> tuple[int, str] | None:
-    name = _NAME.fullmatch(parts[0]) if len(parts) == 3 else None
-    return (int(name[1]), name[2]) if name and BUS.match(parts[1]) else None
-
-
-def _body(head: tuple[int, str], parts: list[str], after: list[str]) -> Row | str | None:
-    index, name = head
+def _body(head: Named, parts: list[str], after: list[str]) -> Row | str | None:
+    index, name, _ = head
     shares_host = len(parts) == 3 and parts[1] in ("Not Supported", "N/A")
     row = usual_row(index, name, parts, shares_host=shares_host)
     if row is None:
@@ -146,6 +138,9 @@ def _body(head: tuple[int, str], parts: list[str], after: list[str]) -> Row | st
     if len(after) == 3 and after[2] == "Enabled" and not after[0]:
         return f"GPU {index} ({name}) {INSTANCES}"
     return row
+
+
+_of_table = table_reader(TITLE, _NAME, _body)
 
 
 def is_nvidia(name: str) -> bool:

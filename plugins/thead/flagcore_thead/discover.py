@@ -9,17 +9,7 @@ from functools import partial
 
 from flagcore_vendorkit.detection import DeviceDetector, list_with
 from flagcore_vendorkit.machine import tool_output
-from flagcore_vendorkit.rows import (
-    BUS,
-    Listing,
-    Row,
-    read_processes,
-    read_table,
-    search,
-    strip_controls,
-    usual_row,
-    with_driver,
-)
+from flagcore_vendorkit.rows import Named, Row, read_processes, search, strip_controls, table_reader, usual_row
 
 PCI_VENDOR = 0x1DED
 """Alibaba's: gpustack/runtime gpustack_runtime/detector/thead.py @88026d62."""
@@ -33,32 +23,21 @@ _LISTED = re.compile(r"(?m)^PPU (\d+): .*\(UUID: (\S+)\)")
 processes = partial(read_processes, pattern=_PROCESS)
 
 
-def read(text: str) -> Listing:
-    """Return the devices in the table, without those that are divided into instances (MIG)."""
-    text = strip_controls(text)
-    if TITLE not in text:
-        return Listing()
-    return with_driver(read_table(text, _head, _body), search(r"Driver Version: *([\w.-]+)", text)[0])
-
-
 def uuids(text: str) -> Mapping[int, str]:
     """Return the UUIDs in the output of `ppu-smi -L`, by index."""
     return {int(index): uuid for index, uuid in _LISTED.findall(strip_controls(text))}
 
 
-def _head(parts: list[str]) -> tuple[int, str] | None:
-    name = _NAME.fullmatch(parts[0]) if len(parts) == 3 and BUS.fullmatch(parts[1]) else None
-    return (int(name[1]), name[2]) if name else None
-
-
-def _body(head: tuple[int, str], parts: list[str], after: list[str]) -> Row | str | None:
-    index, name = head
+def _body(head: Named, parts: list[str], after: list[str]) -> Row | str | None:
+    index, name, _ = head
     row = usual_row(index, name, parts, mode=search(r"\d% +(\S.*)", parts[-1] if parts else "")[0])
     if row and after[-1:] == ["Enabled"]:
         return f"PPU {index} ({name}) is divided into instances (MIG), so a process cannot use all its memory"
     return row
 
 
+read = table_reader(TITLE, _NAME, _body)
+"""Returns the devices in the table, without those that are divided into instances (MIG)."""
 DETECTOR = DeviceDetector(
     vendor="thead",
     tool="ppu-smi",

@@ -33,6 +33,9 @@ from tests.product.tasks import SHAPE
 
 EXPORTED = Path(__file__).parent / "exported"
 SCHEMAS = json.loads(gzip.decompress((EXPORTED / "schemas.json.gz").read_bytes()))
+"""The JSON Schemas, without descriptions, of Deployment, StatefulSet and Service (Kubernetes 1.33, strict, from
+kubernetes-validate 1.37.0), and of compose files (`schema/compose-spec.json` of compose-spec/compose-spec @170098b).
+All have the Apache License 2.0."""
 PLAN = ROOT / "examples" / "train-1024-probe.yaml"
 SMALL_TRAINING: dict[str, Any] = {
     "model": SHAPE,

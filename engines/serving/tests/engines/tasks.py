@@ -61,14 +61,18 @@ def serving(
     on_cores: bool = False,
     model: Model = DENSE,
     memory: int | None = None,
+    chip: Mapping[str, Any] = {},
     **arguments: Any,
 ) -> Task:
-    """A task on nodes with `devices` each; fields of `Spec` go to the spec, the rest to its serving job."""
+    """A task on nodes with `devices` each; fields of `Spec` go to the spec, the rest to its serving job.
+
+    `chip`: other fields of its chip.
+    """
     outer = {name: arguments.pop(name) for name in SPEC_FIELDS & {*arguments}}
     work = ServeSpec(engine=engine, **{"loads": (LOAD,), **arguments})
     spec = Spec(model=model, work=work, **{"cluster": ClusterSpec(), **outer})
-    chip = CORE if on_cores else CHIP
-    group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=devices, memory_bytes=memory)
+    kind = replace(CORE if on_cores else CHIP, **chip)
+    group = NodeGroup(chip=kind, nodes=nodes, devices_per_node=devices, memory_bytes=memory)
     return Task(spec=spec, cluster=Cluster(groups=(group,)))
 
 

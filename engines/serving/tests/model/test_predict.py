@@ -20,7 +20,7 @@ from flagcore_serving.model.work import UNFITTED, overheads_of
 from flagcore_serving.published import LAYOUT
 from flagcore_serving.space.placement import uniform_kinds
 from flagcore_sglang.engine import ENGINE as SGLANG
-from flagcore_sglang.servers import RECEIVE
+from flagcore_sglang.engine import RECEIVE
 from flagcore_vllm.engine import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import predict, published

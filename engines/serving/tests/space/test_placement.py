@@ -380,10 +380,8 @@ WIDE, NARROW = "1xtp1dp16ep16+1xtp1dp16ep16", "2xtp1dp8ep8+1xtp1dp16ep16"
 def test_experts_on_several_hosts_are_started_with_the_exchange_that_predictions_assume(
     engine: ServingEngine, pair: str, flag: str, given: dict[str, Any], words: list[str | None]
 ) -> None:
-    task = cards(engine, 32, hosts=4, model=EXPERTS, space={PREFILL_DECODE: (pair,), **given})
-    group = task.cluster.groups[0]
-    group = replace(group, chip=replace(group.chip, vendor="nvidia"))
-    task = replace(task, cluster=replace(task.cluster, groups=(group,)))
+    space = {PREFILL_DECODE: (pair,), **given}
+    task = cards(engine, 32, hosts=4, model=EXPERTS, space=space, chip={"vendor": "nvidia"})
     found = space_of(engine, task)
     values = next(each for each in map(found.candidate, range(len(found)))).as_dict()
     commands = [server(engine, task, kind, **values).argv for kind in ("prefill", "decode")]
