@@ -354,6 +354,7 @@ rate = click.option("--rate", type=Rate(0, min_open=True), metavar="N", help=_RA
 def _with_new_file(
     command: Callable[..., Any], /, *arguments: Any, output: Path | None, force: bool, **others: Any
 ) -> Any:
+    output = None if output == Path("-") else output
     if output is not None and output.exists() and not force:
         raise click.UsageError(_("{file} exists; use --force to replace it, or choose another file", file=output))
     return command(*arguments, output=output, **others)

@@ -115,7 +115,8 @@ def sizes_of(spec: LoadedSpec, rate: float, chips: Mapping[str, float | None], p
         for nodes, devices in _shapes(spec):
             try:
                 sizes = list(_size(_replica(spec, chip, price, nodes, devices), rate, nodes, devices, planned))
-                found += sizes
+                seen = {(each.chip, each.devices_per_replica) for each in found}
+                found += (each for each in sizes if (each.chip, each.devices_per_replica) not in seen)
                 chip = sizes[0].chip if sizes else chip  # a note explains an alias once
             except NothingFits as error:
                 problems.append(error)
@@ -209,11 +210,14 @@ def _size(spec: LoadedSpec, rate: float, nodes: int, per_node: int, planned: Pla
     load = {RATE: "auto", **({NUMBER: "auto"} if _number(spec) == "auto" else {})}
     if other is not None:
         best, load = {**other, HIGHEST_LOAD: rate / number}, _fixed(spec, rate / number)
+    used = nodes * per_node
+    if nodes == 1 and best["output_tokens_per_s"]:  # no others, which would stay idle
+        used = round(best["output_tokens_per_s"] / best["output_tokens_per_s_per_device"])
     low = float(best["highest_load"]) * min(1.0, speed["low"] / speed["value"])
     replica = {
         "chip": plan.chip,
         "nodes": nodes,
-        "devices_per_replica": nodes * per_node,
+        "devices_per_replica": used,
         "candidate": best["candidate"],
         "load": load,
     }

@@ -69,6 +69,7 @@ CHECKPOINTING = "activation-checkpoint:"
 _REPLICAS = "replicas share weights and states among fewer ranks than predicted: more memory, other exchange"
 NO_GRAPHS = "--training.disable_cuda_graphs"
 COMPILE_FLAG = "--compile.enable"
+OWN_MODELS = N_("torchtitan has only the models of its registry: a job needs train.command, with --module and --config")
 PROGRAM: Mapping[str, Any] = package_yaml(__package__, "torchtitan.yaml")
 
 
@@ -139,7 +140,12 @@ class TorchTitan(Trainer):
         words, _content = self._given(task.spec)
         text = _("candidates have {flag}: CUDA graphs of torchtitan 0.3 refuse this layout", flag=NO_GRAPHS)
         added = NO_GRAPHS not in (*self.command(task.spec).words, *task.spec.train.flags) and NO_GRAPHS in words
-        return [*super().task_warnings(task), *[text] * added]
+        lines = [*super().task_warnings(task), *[text] * added]
+        return lines if task.spec.train.command else [*lines, _(OWN_MODELS)]
+
+    def ready(self, spec: Spec) -> None:
+        super().command(spec)
+        super().ready(spec)
 
     def _is_like_zero(self, task: Task) -> bool:
         """Return whether predictions are those of ZeRO 3, as the model has parts that the engine `fsdp2` has not."""
@@ -147,9 +153,11 @@ class TorchTitan(Trainer):
         return bool(fs.missing_parts(model) or model.mtp_num_layers or model.experts)
 
     def command(self, spec: Spec) -> start.Command:
-        """Return the user's command. Raises SpecError if its TOML file cannot be read, or the program has no options
-        of releases with such files.
+        """Return the user's command, or an empty one in a plan without it. Raises SpecError if its TOML file cannot be
+        read, or the program has no options of releases with such files.
         """
+        if spec.train.command is None:
+            return start.Command(words=(), directory=".")
         command, checkpointing = super().command(spec), self.described.knobs.get(fs.AC)
         if (file := option(command.words, CONFIG_FILE)) is None:
             return command
@@ -219,6 +227,7 @@ class TorchTitan(Trainer):
         return float(option(words, "loss.num_chunks") or 8.0)
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
+        super().command(platform.task.spec)
         train = platform.task.spec.train
         length, samples = train.seq_length, train.global_batch_size
         sizes = {"global_batch_size": samples, "seq_len": length}

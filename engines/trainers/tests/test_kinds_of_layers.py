@@ -14,7 +14,7 @@ from flagcore_models.config import model_of_config
 from flagcore_models.layers import layer_counts, parameters, weights_by_group
 from flagcore_trainers.deepspeed import BUCKET, DEEPSPEED, MICRO, OFFLOAD, ZERO
 from flagcore_trainers.fsdp2.engine import FSDP2
-from flagcore_trainers.fully_shard import EP, REPLICATE, SHARD
+from flagcore_trainers.fully_shard import AC, EP, REPLICATE, SELECTIVE, SHARD
 from flagcore_trainers.fully_shard.activations import activations
 from flagcore_trainers.fully_shard.predict import memory_job
 from flagcore_trainers.fully_shard.weights import layers_of_rank
@@ -126,6 +126,20 @@ def test_a_mixer_needs_no_more_than_its_numbers(engine: str) -> None:
     if engine != "torchtitan":
         tuned = of(2048, adapter=Adapter(targets=("in_proj",)))
         assert tuned.static_bytes < 0.7 * wide.static_bytes
+
+
+def test_selective_checkpoints_keep_the_output_of_other_attention() -> None:
+    class Attending(Echo):
+        def token_bytes(self, element_bytes: float) -> float:
+            return element_bytes
+
+    def stored(mixer: Mixer) -> float:
+        job = task(replace(DENSE, num_layers=1, layers=(layer_of(DENSE, mixer),)), engine="fsdp2")
+        columns = {**fsdp2_columns(), AC: np.array([SELECTIVE])}
+        return float(activations(memory_job(job, columns, fused_norm=False)).stored[0])
+
+    tokens = task(engine="fsdp2").spec.train.seq_length
+    assert stored(Attending(width=64)) - stored(Echo(width=64)) == 2.0 * 64 * tokens
 
 
 def test_layers_that_repeat_others_have_activations_and_no_weights() -> None:

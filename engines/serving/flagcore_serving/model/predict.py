@@ -50,6 +50,8 @@ OVERLAPPED = 0.25
 """Share of the host's time per sequence that remains if a knob lets the host schedule while the device computes. Chosen
 with 16 bursts on two accelerators (benchmarks/LOG.md)."""
 
+MORE = 1.05
+"""The least cache is that of states if it exceeds that of the longest request by this factor: blocks are rounded up."""
 NO_GOOD_SHARE = 1e-3
 """Assumed share of requests within the SLO if no request is, so that such candidates can still be ordered."""
 
@@ -296,7 +298,9 @@ def _predictions(
     capacity = costs.memory.capacity_bytes()
     static_bytes = memory.weights + memory.adapters
     engine_bytes = static_bytes + memory.activations + memory.graphs + memory.states
-    request_bytes = np.maximum(settings.context_len * memory.longest_token, settings.least_cache)
+    context_bytes = settings.context_len * memory.longest_token
+    of_states = (settings.least_cache > MORE * context_bytes) & bool(state_bytes(context.task.spec.model))
+    request_bytes = np.maximum(context_bytes, settings.least_cache)
     least = max(load.longest for load in context.loads) * memory.longest_token
     least = np.minimum(request_bytes, np.maximum(memory.cache, least))
     request_bytes = np.where(settings.fits_context, least, request_bytes)
@@ -313,6 +317,8 @@ def _predictions(
     fullest_rows, cache = context.kinds.worst(used_bytes), np.maximum(cache, 0.0)
     figures["kv_cache_bytes"] = np.maximum(memory.cache, 0.0)[fullest_rows]
     figures["kv_cache_least_bytes"] = request_bytes[fullest_rows]
+    if of_states.any():
+        figures["kv_cache_state_bytes"] = (of_states * settings.least_cache)[fullest_rows]
     if memory.adapters.any():
         figures["adapter_bytes"] = memory.adapters[fullest_rows]
     return Predictions(

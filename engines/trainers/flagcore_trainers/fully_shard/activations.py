@@ -221,7 +221,10 @@ def _mixer(job: MemoryInputs, mixer: Mixer | None, hidden: FloatArray) -> _PartB
     kept = u * job.tokens * sum([width for each in products for width in widths(job, each)][::2], none)
     if not isinstance(mixer, Attention):
         outputs = u * sum(each.outputs for each in products) * rows
-        return _PartBytes(stored=u * mixer.saved * rows, kept=kept, shared=none, moments=(2.0 * hidden + outputs,))
+        attends = mixer.token_bytes(1.0) > 0.0
+        output = u * sum(each.inputs for each in products if each.split == "inputs") * rows * attends
+        moments = (2.0 * hidden + outputs,)
+        return _PartBytes(stored=u * mixer.saved * rows, kept=kept + output, shared=output, moments=moments)
     sizes = mixer.query_width, mixer.key_width, mixer.value_width, mixer.attended
     query, key, value, attended = (u * each * rows for each in sizes)
     softmax, is_normed = 4.0 * mixer.num_heads * rows, mixer.qk_norm
