@@ -176,6 +176,8 @@ class Megatron(Engine):
 
     def warnings(self, task: Task) -> Sequence[str]:
         lines = [*checks.spec_warnings(task.spec), *mesh_notes(task), *cut_warnings(task.spec.train)]
+        if task.spec.model.experts and options.is_natural(task.spec, options.settings_in_force(task.spec)) is None:
+            lines.append(_("experts are predicted with equal loads: real data takes longer (moe_expert_imbalance)"))
         checks.check_variables(task)
         attention, length = attention_counts(task.spec.model), task.spec.train.seq_length
         narrow = [each for each in attention if each.window and each.window < length]

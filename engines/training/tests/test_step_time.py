@@ -189,6 +189,17 @@ def test_each_part_in_a_graph_is_launched_faster_unless_its_layer_is_recomputed(
     assert whole[0] == whole[1]
 
 
+@pytest.mark.parametrize("module", ["layernorm", "moe_act"])
+def test_a_recomputed_module_of_experts_keeps_the_host_busy_unless_a_graph_launches_it(module: str) -> None:
+    slow, sparse = costs(Curve(launch_seconds=1e-3)), replace(MOE, transformer_engine=True)
+    extra = []
+    for graphs in (frozenset(), frozenset({"attn", "mlp", "moe"})):
+        given = [with_options(sparse, graphs=graphs, recompute_modules=frozenset(each)) for each in ((), (module,))]
+        plain, again = (total(each, slow, expert=8.0, selective=1.0) for each in given)
+        extra.append(again - plain)
+    assert extra[0] > 10 * extra[1]
+
+
 @pytest.mark.parametrize(("expert", "load"), [(1.0, 1.0), (8.0, 1.166), (64.0, 1.772)])
 def test_busiest_rank_of_natural_routing_has_the_largest_of_normal_loads(expert: float, load: float) -> None:
     assert layout(expert=expert).busiest(Options(routing_spread=0.33), 64)[0] == pytest.approx(load, abs=0.01)

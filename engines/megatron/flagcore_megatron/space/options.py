@@ -6,6 +6,7 @@ from typing import Any
 
 from flagcore_models.layers import mixer_counts, product_counts
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
+from flagcore_training.commands import parse_flags
 from flagcore_training.layout import GRAPH_PARTS, WHOLE_STEP, Options, Tower
 from flagcore_training.schedules import SCHEDULES
 
@@ -14,7 +15,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
 from flagcore.errors import NotModelled, SpecError
 from flagcore.spec.plain_data import package_yaml
-from flagcore_megatron.program.user_command import readable_command, release_of
+from flagcore_megatron.program.user_command import program_arguments, readable_command, release_of
 from flagcore_megatron.space.flags import settings_of_command
 from flagcore_megatron.space.knobs import BY_NAME
 from flagcore_megatron.space.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS, PATTERN, parse_layout
@@ -138,7 +139,7 @@ def options(task: Task) -> Options:
         combine_gradient_share=NARROW.get(str(settings.get("moe_combine_bwd_dtype")), 1.0),
         linked_devices=float(task.cluster.linked_devices),
         expert_imbalance=_imbalance(settings),
-        routing_spread=NATURAL_SPREAD * is_natural(task.spec, settings),
+        routing_spread=NATURAL_SPREAD * bool(is_natural(task.spec, settings)),
         cp_comm=cp_comm,
         stores_core_copy="a2a" in cp_comm or (cp_comm == "all_gather" and not in_versions(NO_CORE_COPY_SINCE, version)),
         in_place_loss=settings.get("cross_entropy_fusion_impl") == "te" and bool(settings.get(LOSS_FUSION)),
@@ -365,13 +366,20 @@ def _grad_bytes(precision: str, settings: Settings) -> int:
 
 NATURAL_SPREAD = 0.33
 """The standard deviation of the loads of experts on real text, relative to their mean: Gini coefficients of five public
-models from 0.11 to over 0.24 (arXiv 2605.20982), 0.19 in the mean, times the square root of pi (of a normal one)."""
+models from 0.11 to over 0.24 (arXiv 2605.20982), 0.19 in the mean, times the square root of pi (of a normal one). With
+an auxiliary loss in pretraining, the busiest of 64 has 1.52 to 1.72 times the mean (arXiv 2408.15664): 0.22 to 0.30."""
+FORCES_BALANCE, MOCKS = "moe-router-force-load-balancing", "mock-data"
+READS = frozenset({"data-path", "train-data-path", "data-args-path", "per-split-data-args-path"})
 
 
-def is_natural(spec: Spec, settings: Settings) -> bool:
-    """Return whether the experts of a job have the loads of real text: in fine-tuning that does not state them."""
-    stated = settings.get("moe_expert_imbalance") or settings.get("moe_expert_capacity_factor")
-    return bool(spec.train.adapter or spec.train.lengths) and not stated
+def is_natural(spec: Spec, settings: Settings) -> bool | None:
+    """Return whether the experts of a job have the loads of real text: in fine-tuning, or if the command reads data.
+    They have not if the job states their loads, or forces equal ones. None: it says nothing, and has equal ones."""
+    flags = {flag for flag, _values in parse_flags((*program_arguments(spec), *spec.train.flags))}
+    if settings.get("moe_expert_imbalance") or settings.get("moe_expert_capacity_factor") or FORCES_BALANCE in flags:
+        return False
+    is_real = spec.train.adapter or spec.train.lengths or (flags & READS and MOCKS not in flags)
+    return bool(is_real) or (False if MOCKS in flags else None)
 
 
 def _imbalance(settings: Settings) -> float:

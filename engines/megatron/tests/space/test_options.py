@@ -479,9 +479,13 @@ def test_images_need_a_tower_sizes_and_place(model: Any, settings: dict[str, Any
         ({"adapter": Adapter(), "settings": {"moe_expert_imbalance": 1.0}}, False),
         ({"adapter": Adapter(), "settings": {"moe_expert_capacity_factor": 1.5}}, False),
         ({}, False),
+        ({"command": (*COMMAND, "--data-path", "text")}, True),
+        ({"command": (*COMMAND, "--data-path", "text", "--moe-router-force-load-balancing")}, False),
+        ({"command": (*COMMAND, "--data-path", "text", "--mock-data")}, False),
+        ({"adapter": Adapter(), "flags": ("--moe-router-force-load-balancing",)}, False),
     ],
 )
-def test_fine_tuned_experts_have_the_loads_of_real_text_and_a_warning(train: dict[str, Any], natural: bool) -> None:
+def test_experts_of_real_data_have_the_loads_of_real_text_and_a_warning(train: dict[str, Any], natural: bool) -> None:
     task = tasks.task(tasks.EXPERTS, **train)
     assert (options(task).routing_spread > 0.0) == natural
     assert ("moe_expert_imbalance" in [each.name for each in ENGINE.unmodelled(task)]) == natural

@@ -20,6 +20,7 @@ from flagcore_training.time.passes import (
     expert_dispatch,
     is_captured,
     norm_and_residual,
+    repeated_module,
 )
 from flagcore_training.time.products import adapter_launches, product_time
 
@@ -118,11 +119,11 @@ def moe_block(network: Experts, train: Training, layout: Layout, costs: Costs, t
     backward = Seconds.from_compute(gradients, expert=returned, launches=2.0 * launches - casts)
     repeated = Seconds.from_compute(np.zeros_like(norm))
     if "layernorm" in options.recompute_modules:
-        repeated = repeated + Seconds.from_compute(norm)
+        repeated = repeated + repeated_module(train, layout, norm, "moe", "moe_router")
     if "moe" in options.recompute_modules:
         repeated = repeated + forward
     elif "moe_act" in options.recompute_modules:
-        repeated = repeated + Seconds.from_compute(activation)
+        repeated = repeated + repeated_module(train, layout, activation, "moe")
     block = Block(forward, backward, experts.weight_gradient + router.weight_gradient, repeated)
     if network.shared:
         block = block + _shared_expert_block(network, train, layout, costs, tp)

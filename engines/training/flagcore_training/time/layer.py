@@ -32,6 +32,7 @@ from flagcore_training.time.passes import (
     linear,
     norm_and_residual,
     norm_seconds,
+    repeated_module,
 )
 from flagcore_training.time.products import adapter_launches, product_time
 from flagcore_training.weights import padded_vocab
@@ -209,7 +210,7 @@ def ffn_block(network: Network, train: Training, layout: Layout, costs: Costs, t
     backward = Seconds.from_compute(gradients, tensor=tp.backward(up), launches=2.0 * launches)
     modules, repeated = train.options.recompute_modules, Seconds.from_compute(np.zeros_like(tokens))
     if "layernorm" in modules:
-        repeated = repeated + Seconds.from_compute(norm)
+        repeated = repeated + repeated_module(train, layout, norm, "mlp")
     if "mlp" in modules:
         repeated = repeated + Seconds.from_compute(products.forward + activation, tensor=tp.forward, launches=launches)
     return Block(forward, backward, products.weight_gradient, repeated)

@@ -42,6 +42,17 @@ def is_captured(train: Training, layout: Layout, *parts: str) -> BoolArray:
     return captured
 
 
+MODULE_LAUNCHES = 17.5
+"""Launches that take the host as long as the recompute of one module: it reads and sets the states of random numbers,
+and calls autograd again. As `layer.REPEATED_LAUNCHES` of attention's; timed with torch on a CPU, 19 times as long as a
+linear layer of torch (megatron-core 0.16.1 `CheckpointWithoutOutput`)."""
+
+
+def repeated_module(train: Training, layout: Layout, seconds: FloatArray, *parts: str) -> Seconds:
+    """Return the time of a recomputed module, which a CUDA graph launches that has one of `parts`."""
+    return Seconds.from_compute(seconds, launches=MODULE_LAUNCHES * ~is_captured(train, layout, *parts))
+
+
 @dataclass(frozen=True, slots=True)
 class Seconds(ArrayRecord):
     """The times of kernels (`compute`) and of exposed collectives, by kind of parallelism, in seconds.
