@@ -25,7 +25,7 @@ from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import Instance, address
 from flagcore_serving.space import knobs
 from flagcore_serving.space.hardware import INSTANCES, PP, TP, Hardware, count, longest_request
-from flagcore_serving.space.knobs import CONTEXT, KV, SPECULATION, Auto, or_default
+from flagcore_serving.space.knobs import CONTEXT, DRAFTED, KV, SPECULATION, Auto, or_default
 from flagcore_serving.space.program import Program
 from flagcore_serving.space.rules import (
     check_images,
@@ -62,8 +62,8 @@ NEED_DRAFT_MODEL = ("draft-simple", "draft-eagle3", "draft-dflash", "draft-dspar
 
 MAX_SLOTS, SLOT_GRAIN = 256, 256
 """The maximum number of slots, and the multiple to which the context of a slot is rounded up."""
-UBATCH, HOST_CACHE_MIB = 512, 8192
-"""llama.cpp's defaults: tokens of a physical batch, and MiB of evicted prompts in the host's memory."""
+UBATCH, HOST_CACHE_MIB, DRAFTS = 512, 8192, 3
+"""llama.cpp's defaults: tokens of a physical batch, MiB of evicted prompts in the host's memory, and drafted tokens."""
 SPIN_COUNT = 10_000
 """How often libgomp's threads check a barrier before they sleep. With libgomp's default, a server beside two busy
 processes on two cores took 2.5 times longer per iteration; with threads that sleep at once, 1.8 times longer on idle
@@ -343,6 +343,7 @@ class LlamaCpp(ServingEngine):
             devices = np.where(values[THREADS] > 0, np.minimum(values[THREADS], share), share)
         cache = _cache_bytes(task, values, cells, pass_tokens) / devices
         context = cells if total else context
+        mtp = PROGRAM.code(SPECULATION, "draft-mtp")  # words before it draft from n-grams
         return Settings.of(
             task,
             values,
@@ -354,6 +355,7 @@ class LlamaCpp(ServingEngine):
             context_len=context,
             graph_tokens=np.full_like(devices, GRAPH_TOKENS),
             cache_bytes=cache,
+            drafted=np.where(values[SPECULATION] >= mtp, or_default(values[DRAFTED], DRAFTS), 0),
             token_bytes=cache / (caches * cells),
             longest_bytes=context * cache / (caches * cells),
             on_device=np.where(values[LAYERS] < 0, 1.0, np.minimum(values[LAYERS] / all_layers, 1.0)),

@@ -153,14 +153,14 @@ def test_the_host_keeps_prompts_that_are_shared() -> None:
 
 
 def test_only_candidates_with_speculation_have_its_flags() -> None:
-    task = cores(
-        engine_args={"spec-draft-model": "draft.gguf", "spec-draft-n-max": 3},
-        space={"speculation": (None, "ngram-simple", "draft-simple")},
-    )
+    space = {"speculation": (None, "ngram-simple", "draft-simple")}
+    task = cores(engine_args={"spec-draft-model": "draft.gguf"}, space=space)
     assert not broken(ENGINE, task, speculation="draft-simple")
     assert merged(ENGINE, cores(), speculation="none")["speculation"] == 0
-    words = server(task, speculation="draft-simple").argv
-    assert (after(words, "--spec-type"), after(words, "--spec-draft-model")) == ("draft-simple", "draft.gguf")
+    words = server(task, speculation="draft-simple", speculative_tokens=2).argv
+    assert (after(words, "--spec-type"), after(words, "--spec-draft-n-max")) == ("draft-simple", "2")
+    drafted = [settings(task, speculation=each).drafted.item() for each in ("draft-simple", "ngram-simple")]
+    assert drafted == [3, 0], "llama.cpp's default is 3"
     assert not [word for word in server(task).argv if word.startswith("--spec")]
 
 

@@ -71,14 +71,12 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     for rows, draft, own_tables in drafts(serving, settings):
         shared = (1.0 - own_tables) * table_bytes(draft, alone)
         weights = weights + np.where(rows, weight_bytes(draft, alone) - shared, 0.0)
-    adapters = np.zeros(weights.shape)
-    if settings.adapter_rank.any():
-        adapters = settings.adapter_slots * adapter_bytes(serving, settings)
+    has_adapters = settings.adapter_rank.any()
+    adapters = settings.adapter_slots * adapter_bytes(serving, settings) if has_adapters else 0.0 * weights
     running = settings.max_running.astype(np.float64)
     activations = activation_bytes(serving, settings, np.minimum(batched_tokens, settings.pass_tokens), running)
     if model.vision is not None:
-        tower, peak = tower_bytes(model.vision, settings.tower_shares, batched_tokens)
-        tower, peak = tower / settings.cores, peak / settings.cores
+        tower, peak = np.array(tower_bytes(model.vision, settings.tower_shares, batched_tokens)) / settings.cores
         weights = np.where(settings.encodes, tower, weights + tower)
         activations = np.where(settings.encodes, peak, np.maximum(activations, peak))
     graphs = np.where(settings.graph_tokens > 0, GRAPH_BYTES * model.num_layers / settings.pipeline, 0.0)
@@ -99,9 +97,12 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     longest = settings.context_len.astype(np.float64)
     longest_token = token_bytes(model, settings, longest, batched_tokens, **kept)
     longest_token = np.where(np.isnan(settings.longest_bytes), longest_token, settings.longest_bytes / longest)
+    cells = np.where(
+        settings.block_bytes > 0.0, 0.0, np.nan_to_num(settings.cache_bytes / settings.token_bytes)
+    )  # slots
     for rows, draft, _ in drafts(serving, settings):
-        token = token + np.where(rows, token_bytes(draft.model, alone, serving.tokens, **kept), 0.0)
-        longest_token = longest_token + np.where(rows, token_bytes(draft.model, alone, longest, **kept), 0.0)
+        own, at_most = (rows * token_bytes(draft.model, alone, each, **kept) for each in (serving.tokens, longest))
+        cache, token, longest_token = cache + cells * own, token + own, longest_token + at_most
     state = _state_bytes(model, settings, recurrent=True)
     aside = (settings.state_share > 0.0) & (state > 0.0)
     token = np.where(aside, token - state / tokens, token)

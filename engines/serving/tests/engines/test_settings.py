@@ -142,7 +142,8 @@ def test_a_shard_of_quantized_weights_is_made_of_whole_blocks() -> None:
     found = estimate("Qwen/Qwen3-235B-A22B-FP8", "H20", 8, sizes, precision="fp8", engine_version="0.19.0")
     assert values(found, *sizes) == {(4, 1), (8, 8)}  # 1536 / 8 = 192 is no multiple of 128
     assert found.counts.illegal["quantized_blocks"] == 1
-    sizes = {"tensor_model_parallel_size": [2], "expert_model_parallel_size": [1, 2]}
+    sizes = {"tensor_model_parallel_size": [2, 4], "expert_model_parallel_size": [1, 2]}
+    assert values(estimate("stepfun-ai/Step-3.5-Flash-FP8", "B200", 4, sizes), *sizes) == {(2, 1), (2, 2)}
     assert values(estimate("Qwen/Qwen3.8-Flash-Next-FP8", "H200", 2, sizes), *sizes) == {(2, 2)}  # shared ones: bf16
 
 
