@@ -100,15 +100,16 @@ class Adapter:
     rank: Annotated[int, Interval(ge=1, le=4096)] = 32
     """Inner width of the adapters."""
     targets: str | tuple[str, ...] = "all-linear"
-    """Layers with an adapter: all-linear (all but embedding, router and head, or what a library of adapters takes), or
-    projections of queries, keys, values and attention output, of feed-forward networks and experts, and of other mixers
-    (in_proj, out_proj)."""
+    """Layers with an adapter: all-linear (all but embedding, router and head, or what a library takes), or projections
+    of queries, keys, values, attention output, networks and experts, and of other mixers (in_proj, out_proj)."""
     base: Annotated[str, OneOf(("nf4", "int8"))] | None = None
     """Number format of the frozen linear layers; null: nf4 for qlora, else the precision of the job."""
     quantized_experts: bool = False
     """Whether experts are in it, too, where a layer stores all of them as one parameter, as transformers 5 does."""
     fp32_experts: bool = False
     """Whether experts that are not in it are stored in fp32, as PEFT's `prepare_model_for_kbit_training` casts them."""
+    dropout: bool = False
+    """Whether the inputs of adapters pass a dropout, of which each adapter stores its own result and mask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +144,7 @@ class TrainSpec(Work):
     adapter: Adapter | None = None
     """Low-rank adapters that are trained, the other weights are frozen; null: all weights are trained."""
     mtp_num_layers: NoLayers | None = None
-    """Depths of multi-token prediction that are trained; null: those of an inline shape, or of a model's files if the
-    engine trains them and there are no adapters."""
+    """Trained depths of multi-token prediction; null: of an inline shape, or of files if an engine trains all."""
     untrained_depths: int | None = None
 
     @property

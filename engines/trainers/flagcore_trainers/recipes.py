@@ -191,7 +191,8 @@ def _adapter(read: Reading, notes: Notes) -> dict[str, Any]:
         "dora" if read.is_on("dora") else kind, read.number("rank"), targets, _base(read, kind, notes)
     )
     _note_layers(targets, section, notes)
-    return {"adapter": section | ({"quantized_experts": True} if "base" in section and read.is_on("experts") else {})}
+    further = {"quantized_experts": "base" in section and read.is_on("experts"), "dropout": read.is_on("dropout")}
+    return {"adapter": section | {key: True for key, is_set in further.items() if is_set}}
 
 
 def _note_layers(targets: Any, section: Mapping[str, Any], notes: Notes) -> None:
@@ -253,8 +254,7 @@ def _per_node(read: Reading, nodes: int, devices: int) -> int:
     """Return the processes of a host, or 0 if the command does not say so. `devices`: those of a host, or 0."""
     counts = [str(value).rpartition(":")[2] for value in read.values("per_node")]  # also NAME:8
     per_node = next((int(each) for each in counts if each.isdecimal()), devices)
-    processes = read.number("processes")
-    return per_node or (max(processes // nodes, 1) if processes else 0)
+    return per_node or (max(processes // nodes, 1) if (processes := read.number("processes")) else 0)
 
 
 def _fewest(read: Reading) -> int:

@@ -337,13 +337,7 @@ def test_a_spec_adds_knobs_of_the_script() -> None:
         ZERO,
         MICRO,
         OFFLOAD,
-        OVERLAP,
-        BUCKET,
-        HPZ,
-        *QUANTIZED,
-        AUTOTP,
-        ULYSSES,
-        "ac",
+        *(OVERLAP, BUCKET, HPZ, *QUANTIZED, AUTOTP, ULYSSES, "ac"),
     ]
     train = {"engine": "deepspeed", "seq_length": 64, "global_batch_size": 8, "precision": "bf16", "command": ["x"]}
     spec = {"model": SHAPE, "cluster": {"chip": "H100-SXM", "devices_per_node": 4}, "train": {**train, "program": own}}
@@ -371,16 +365,19 @@ def test_frozen_weights_have_no_gradients_to_hold_or_exchange() -> None:
     assert 0.3 < shares[3] <= 1.0  # weights are gathered
 
 
-def test_dora_stores_two_outputs_of_each_layer_as_peft_does() -> None:
+def test_dora_stores_two_outputs_of_each_layer_and_dropout_inputs_with_masks_as_peft_does() -> None:
     columns = {name: np.full(1, code) for name, code in ((MICRO, 1), (OFFLOAD, 1), (OVERLAP, 0), (BUCKET, 1000))}
     columns |= {ZERO: np.full(1, 3)}
     own = {"engine": "deepspeed", "command": ("x",), "seq_length": 4096}
-    jobs = [task(adapter=Adapter(kind=each), **own) for each in ("lora", "dora")]
-    lora, dora = (DEEPSPEED.predict(job, columns, costs(job)).activation_bytes for job in jobs)
+    jobs = [task(adapter=each, **own) for each in (Adapter(), Adapter(kind="dora"), Adapter(dropout=True))]
+    lora, dora, dropout = (DEEPSPEED.predict(job, columns, costs(job)).activation_bytes for job in jobs)
     model, tokens = jobs[0].spec.model, jobs[0].spec.train.seq_length
     parts = [part for layer in layers_of(model) for part in layer.parts]
-    outputs = sum(each.outputs for part in parts for each in part.products(model.hidden_size))
-    assert dora - lora == pytest.approx(2.0 * 2.0 * tokens * outputs, rel=0.01)
+    products = [each for part in parts for each in part.products(model.hidden_size)]
+    assert dora - lora == pytest.approx(2.0 * 2.0 * tokens * sum(each.outputs for each in products), rel=0.01)
+    inputs = sum(each.inputs * len(each.layers) for each in products)  # those of norms and down_proj are not stored
+    frozen = (2 * model.hidden_size + model.ffn_hidden_size) * model.num_layers
+    assert dropout - lora == pytest.approx(tokens * (3.0 * inputs - 2.0 * frozen))
 
 
 def test_layers_are_recomputed_where_the_space_says_so() -> None:

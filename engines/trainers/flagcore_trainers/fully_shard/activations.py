@@ -159,9 +159,7 @@ def _network(
         experts = u * trained_weights(job, network)[1]
         if not is_trained and _adapts_experts(job, network):
             experts = u * part_weights(job, network)[1] * (matrices - 1.0) / matrices
-        of_shared = (
-            u * network.shared * rows
-        )  # selective checkpoints store no product of routed experts (torchtitan 0.3)
+        of_shared = u * network.shared * rows  # checkpoints store no product of routed experts (torchtitan 0.3)
         ends = hidden + experts * (1.0 + 1.0 / matrices) - inside - routed
         return _PartBytes(
             stored=inside + 2.0 * routed + others + scores,
@@ -186,21 +184,22 @@ def _adapter_bytes(job: MemoryInputs, layer: Layer, adapter: Adapter, whole: Flo
     """Return what a layer stores beside its adapters, less the inputs of frozen layers without one.
 
     Of experts, PEFT stores the sum of their weights and of the products of their adapters (0.21 `tuners/lora/layer.py`,
-    `ParamWrapper`). What else their adapters need is left out.
+    `ParamWrapper`). What else they need is left out. With dropout, other adapters store an input and a mask each.
     """
     u, total = job.value_bytes, np.zeros_like(job.tensor)
     for part in layer.parts:
         found = [(each, beside(adapter, each, peft=job.peft)) for each in part.products(job.model.hidden_size)]
         split = {each.split for each, adapters in found if each.adapts and adapters}
-        total = total - whole * (not split - {"inputs"})
+        total = total - whole * (adapter.dropout or not split - {"inputs"})
         if isinstance(part, Experts):
             total = total + u * part_weights(job, part)[1] * _adapts_experts(job, part)
             continue
-        if isinstance(part, Network) and "inputs" not in split:
+        if isinstance(part, Network) and (adapter.dropout or "inputs" not in split):
             total = total - u * part.width * job.tokens / job.tensor
         ranks, widths = (sum(pair[index] for _each, adapters in found for pair in adapters) for index in (0, 1))
         outputs = widths * job.dora_stored * (adapter.kind == "dora")
-        total = total + u * job.tokens * (ranks + outputs / job.tensor)
+        inputs = sum(len(of) * each.inputs / (job.tensor if each.split == "inputs" else 1.0) for each, of in found)
+        total = total + job.tokens * (u * (ranks + outputs / job.tensor) + (u + 1.0) * inputs * adapter.dropout)
     return total
 
 
