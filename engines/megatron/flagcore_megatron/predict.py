@@ -1,6 +1,6 @@
 """Predicts the memory and the step time of candidates, which are given as knob columns."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 from flagcore_models.layers import indexer_of, other_mixers
 from flagcore_models.mixers.attention import Attention
-from flagcore_training.layout import Layout, MeshStages, Training
+from flagcore_training.layout import Layout, MeshStages, StageLayout, Training
 from flagcore_training.memory.training import component_table, memory_in_use, stages_in_use
 from flagcore_training.stages import StageGroups, placed, stage, stage_of, stages
 from flagcore_training.start import missing_layers
 from flagcore_training.time import step
-from flagcore_training.time.pace import Pace
-from flagcore_training.time.stage import Blocks
+from flagcore_training.time.stage import Blocks, WorkTable
 from flagcore_training.time.step import costs_in_run, on_replica, rank_time, step_time
 from flagcore_training.weights import model_flops, parts_of_model
 from numpy.typing import NDArray
@@ -114,11 +113,18 @@ def least_seconds(task: Task, columns: Columns, costs: Costs) -> FloatArray:
         return np.zeros(columns[PP].shape)
     columns, run_costs = {**_with_recompute(columns, (0, 0, 0, 0)), **columns}, costs_in_run(costs)
     train, layout = base_inputs(task, columns)
-    layout = replace(layout, block=layout.block * layout.pipeline)  # of all stages together
-    pace = Pace.from_blocks(train, layout, run_costs, Blocks.from_layout(train, layout, run_costs))
-    layers = np.full_like(layout.data, float(train.model.num_layers))
-    busy = pace.seconds(layers, leading_layers(train), first=True, mtp=True, last=True) / layout.pipeline
+    busy = _whole_model(train, layout, run_costs, Blocks.from_layout(train, layout, run_costs))(1.0) / layout.pipeline
     return busy * (layout.microbatches + (layout.pipeline - 1.0) / layout.virtual)
+
+
+def _whole_model(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Callable[[float], FloatArray]:
+    """Return a function that returns the seconds of a micro-batch on all stages together, as if they were one, if the
+    host takes so many times its usual time for a launch."""
+    sizes = StageLayout.of(train, replace(layout, block=layout.block * layout.pipeline))
+    layers = np.full_like(layout.data, float(train.model.num_layers))
+    table = WorkTable.from_blocks(train, sizes, costs, blocks)
+    work = table.stage(leading_layers(train), first=True, mtp=True, last=True)
+    return lambda host: replace(work, host=replace(work.host, launch_s=work.host.launch_s * host)).seconds(layers)
 
 
 def least_share(task: Task, columns: Columns, costs: Costs) -> FloatArray:
@@ -400,14 +406,10 @@ def _interval(
     intervals += [SHARED_CPU_INTERVAL] * any(each.synchronous for each in costs.groups)
     causes = [(min(low for low, _ in intervals), max(high for _, high in intervals))]
     causes += [ESTIMATED_INTERVAL] * any(each.guessed and not each.synchronous for each in costs.groups)
-    pace = Pace.from_blocks(train, replace(layout, block=layout.block * layout.pipeline), costs_in_run(costs), blocks)
-    layers = np.full_like(layout.data, float(train.model.num_layers))
+    seconds = _whole_model(train, layout, costs_in_run(costs), blocks)
     is_counted = bool(train.model.experts or other_mixers(train.model)) and not costs.synchronous
     reach = HOST_RANGE if is_counted else 1.0
-    stage_s, fast_s, slow_s = (
-        replace(pace, host=pace.host * factor).seconds(layers, leading_layers(train), first=True, mtp=True, last=True)
-        for factor in (1.0, 1.0 / reach, reach)
-    )
+    stage_s, fast_s, slow_s = (seconds(factor) for factor in (1.0, 1.0 / reach, reach))
     share = (on_replica(time_s) + time_s["pp_bubble_s"]) / sum(time_s.values(), np.zeros(()))
     hosts = [1.0 + share * (each / stage_s - 1.0) for each in (fast_s, slow_s)]
     low, high = (

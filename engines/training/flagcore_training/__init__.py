@@ -2,7 +2,7 @@
 
 SDK = (
     *("adapters", "layout", "kinds", "splits", "stages", "weights", "schedules", "critical_path", "commands", "knobs"),
-    *("memory.activations", "memory.modules", "memory.states", "memory.training", "time.optimizer", "time.pace"),
+    *("memory.activations", "memory.modules", "memory.states", "memory.training", "time.optimizer"),
     *("time.passes", "time.pipeline", "time.stage", "time.step", "lengths", "reading", "start", "microbench.kernels"),
     *("trial", "peft", "frameworks", "real_job"),
 )

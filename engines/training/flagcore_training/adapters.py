@@ -18,7 +18,7 @@ from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Adapter, Target, Task
 from flagcore.errors import SpecError
 from flagcore.i18n import _
-from flagcore_training.layout import Layout, Training
+from flagcore_training.layout import LayerSizes, Training
 from flagcore_training.lengths import ASSUMED, noted_lengths
 from flagcore_training.peft import Peft
 
@@ -155,7 +155,7 @@ def absent_targets(model: Model, adapter: Adapter | None, section: str = "train"
     return absent
 
 
-def adapter_weights(train: Training, layout: Layout, layer: Layer) -> tuple[FloatArray, FloatArray]:
+def adapter_weights(train: Training, layout: LayerSizes, layer: Layer) -> tuple[FloatArray, FloatArray]:
     """Return the numbers of weights of the adapters of a layer on a rank: of dense layers, and of routed experts.
 
     Tensor parallelism splits both matrices. Each expert has an adapter of its own (without `share_expert_adapters`).

@@ -23,6 +23,11 @@ R = TypeVar("R", bound="ArrayRecord")
 class ArrayRecord:
     """A record whose fields are arrays or other records; addition, multiplication and indexing apply to each field."""
 
+    @property
+    def columns(self) -> list[Any]:
+        """The fields, in order."""
+        return [getattr(self, name) for name in self.__dataclass_fields__]
+
     def __add__(self: R, other: R) -> R:
         return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
 
@@ -34,9 +39,11 @@ class ArrayRecord:
 
 
 def _rows(values: Any, rows: slice | IntArray) -> Any:
-    """Return the rows `rows` of an array, of a record, or of each record in a tuple."""
+    """Return the rows `rows` of an array, of a record, or of each record in a tuple. A number is that of all rows."""
     if isinstance(values, tuple):
         return tuple(each[rows] for each in values)
+    if isinstance(values, float):
+        return values
     if isinstance(values, np.ndarray) and not isinstance(rows, slice):
         return values.take(rows, 0)  # several times faster than fancy indexing
     return values[rows]
@@ -246,56 +253,15 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout(ArrayRecord):
-    """The parallel sizes and layer splits of candidates, as float arrays with one element per candidate.
+class LayerSizes(ArrayRecord):
+    """The parallel sizes and the micro-batch size that the weights and the tokens of a layer on a rank depend on."""
 
-    `uniform` is the number of layers in a recomputed chunk, `block` the number of layers recomputed at the start of
-    each (virtual) stage; 0 means off. `selective` is 1 with selective recompute, else 0. `expert_groups` is 1 if
-    experts have data-parallel groups of their own also without expert parallelism, else 0. `first_layers` and
-    `last_layers` are 0 for an even split. `split` is the number of a split in `Options.splits`, 0 for none.
-
-    `further` are the meshes after the first one, for the node groups after the first one. They have the same
-    `pipeline`, `virtual`, `microbatches` and `split` as the first mesh. The tuple is empty if all node groups have the
-    same parallel sizes.
-
-    If each node group has whole replicas, `data` is the number of replicas in all groups, and `here` contains the
-    number of replicas in this layout's group.
-
-    `sharded_optimizer` may be a column of all its values, of the shape (values, 1). What depends on it then has the
-    shape (values, candidates).
-    """
-
-    data: FloatArray
     tensor: FloatArray
-    pipeline: FloatArray
-    virtual: FloatArray
     context: FloatArray
+    micro_batch: FloatArray
+    sequence_parallel: FloatArray
     expert: FloatArray
     expert_tensor: FloatArray
-    expert_groups: FloatArray
-    micro_batch: FloatArray
-    microbatches: FloatArray
-    sharded_optimizer: FloatArray
-    sequence_parallel: FloatArray
-    selective: FloatArray
-    uniform: FloatArray
-    block: FloatArray
-    first_layers: FloatArray
-    last_layers: FloatArray
-    split: FloatArray
-    further: tuple[MeshStages, ...] = ()
-    here: tuple[FloatArray, ...] = ()
-
-    def __getitem__(self, rows: slice | IntArray) -> Layout:
-        if self.sharded_optimizer.ndim == 1:
-            return ArrayRecord.__getitem__(self, rows)
-        part = ArrayRecord.__getitem__(replace(self, sharded_optimizer=self.data), rows)
-        return replace(part, sharded_optimizer=self.sharded_optimizer)
-
-    def sharing(self) -> tuple[IntArray, IntArray]:
-        """Find the candidates that differ in more than `sharded_optimizer`, as `distinct` does, on one node group."""
-        others = [name for name in self.__dataclass_fields__ if name not in ("sharded_optimizer", "further", "here")]
-        return distinct([*self.here, *(getattr(self, name) for name in others)])
 
     def tokens(self, sequence: int) -> FloatArray:
         """Return the number of tokens of one micro-batch that a tensor-parallel group processes."""
@@ -323,6 +289,90 @@ class Layout(ArrayRecord):
         deviations = 5.5556 * (1.0 - odds**0.1186)
         return options.expert_imbalance * (1.0 + options.routing_spread * np.sqrt(self.expert / count) * deviations)
 
+
+AnySizes = TypeVar("AnySizes", bound=LayerSizes)
+L = TypeVar("L", bound="LayerLayout")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerLayout(LayerSizes):
+    """All that the time of a layer depends on. Candidates that are equal in each field share one computed time.
+
+    `overlap_kind`: see `Layout`. `recomputes` is 1 if layers are recomputed in full, which excludes the job's graphs.
+    """
+
+    overlap_kind: FloatArray
+    recomputes: FloatArray
+
+    @classmethod
+    def of(cls: type[L], train: Training, layout: Layout) -> L:
+        """Return the fields of a layout that times depend on. Jobs without graphs need no `recomputes`."""
+        recomputes = np.where((layout.uniform + layout.block > 0.0) & bool(train.options.graphs), 1.0, 0.0)
+        names = (name for name in cls.__dataclass_fields__ if name != "recomputes")
+        return cls(recomputes=recomputes, **{name: getattr(layout, name) for name in names})
+
+    def pairs(self, model: Model) -> BoolArray:
+        """Return whether `overlap_moe_expert_parallel_comm` is legal, for each candidate."""
+        depths = model.mtp_num_layers
+        return (self.overlap_kind > min(depths, 1)) & (depths < 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLayout(LayerLayout):
+    """All that the seconds of a stage depend on, apart from its numbers of layers and from offload of activations."""
+
+    virtual: FloatArray
+    selective: FloatArray
+    uniform: FloatArray
+    block: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout(LayerSizes):
+    """The parallel sizes and layer splits of candidates, as float arrays with one element per candidate.
+
+    `uniform` is the number of layers in a recomputed chunk, `block` the number of layers recomputed at the start of
+    each (virtual) stage; 0 means off. `selective` is 1 with selective recompute, else 0. `expert_groups` is 1 if
+    experts have data-parallel groups of their own also without expert parallelism, else 0. `first_layers` and
+    `last_layers` are 0 for an even split. `split` is the number of a split in `Options.splits`, 0 for none.
+
+    `further` are the meshes after the first one, for the node groups after the first one. They have the same
+    `pipeline`, `virtual`, `microbatches` and `split` as the first mesh. The tuple is empty if all node groups have the
+    same parallel sizes.
+
+    If each node group has whole replicas, `data` is the number of replicas in all groups, and `here` contains the
+    number of replicas in this layout's group.
+
+    `sharded_optimizer` may be a column of all its values, of the shape (values, 1). What depends on it then has the
+    shape (values, candidates).
+    """
+
+    data: FloatArray
+    pipeline: FloatArray
+    virtual: FloatArray
+    expert_groups: FloatArray
+    microbatches: FloatArray
+    sharded_optimizer: FloatArray
+    selective: FloatArray
+    uniform: FloatArray
+    block: FloatArray
+    first_layers: FloatArray
+    last_layers: FloatArray
+    split: FloatArray
+    further: tuple[MeshStages, ...] = ()
+    here: tuple[FloatArray, ...] = ()
+
+    def __getitem__(self, rows: slice | IntArray) -> Layout:
+        if self.sharded_optimizer.ndim == 1:
+            return ArrayRecord.__getitem__(self, rows)
+        part = ArrayRecord.__getitem__(replace(self, sharded_optimizer=self.data), rows)
+        return replace(part, sharded_optimizer=self.sharded_optimizer)
+
+    def sharing(self) -> tuple[IntArray, IntArray]:
+        """Find the candidates that differ in more than `sharded_optimizer`, as `distinct` does, on one node group."""
+        others = [name for name in self.__dataclass_fields__ if name not in ("sharded_optimizer", "further", "here")]
+        return distinct([*self.here, *(getattr(self, name) for name in others)])
+
     def shards(self) -> FloatArray:
         """Return the number of ranks that shard the optimizer state of a dense weight."""
         return 1.0 + self.sharded_optimizer * (self.data * self.context - 1.0)
@@ -335,11 +385,6 @@ class Layout(ArrayRecord):
         """
         recomputes, kinds = (self.uniform > 0) | (self.block > 0), np.where(self.virtual > 1.0, 2.0, 0.0)
         return np.where((self.expert == 1.0) | recomputes, 0.0, np.where(self.pipeline > 1.0, kinds, 1.0))
-
-    def pairs(self, model: Model) -> BoolArray:
-        """Return whether `overlap_moe_expert_parallel_comm` is legal, for each candidate."""
-        depths = model.mtp_num_layers
-        return (self.overlap_kind > min(depths, 1)) & (depths < 2)
 
     def expert_replicas(self) -> FloatArray:
         """Return the number of ranks that reduce the gradients of the same experts.

@@ -23,7 +23,7 @@ from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import Notes
 from flagcore.spec.schema import LengthsSection, lengths_of
 from flagcore.spec.validate import Context
-from flagcore_training.layout import Layout, Training
+from flagcore_training.layout import AnySizes, Layout, Training
 
 SIZES = 2.0 ** np.arange(11)
 """Numbers of samples of a micro-batch for which padding is computed; others are interpolated."""
@@ -147,7 +147,7 @@ class Padded:
         return cls(values @ shares, values**2 @ shares)
 
 
-def in_time(train: Training, layout: Layout) -> Layout:
+def in_time(train: Training, layout: AnySizes) -> AnySizes:
     """Return the layout for formulas of time: its micro-batches have as many tokens of the whole `train.sequence` as
     those of several lengths have on average."""
     if train.lengths is None or train.lengths.batching != LONGEST:

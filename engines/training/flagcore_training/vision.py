@@ -12,10 +12,10 @@ import numpy as np
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
-from flagcore_training.layout import Layout, Options, Tower, Training
+from flagcore_training.layout import AnySizes, LayerSizes, Layout, Options, StageLayout, Tower, Training
 
 
-def tower_layout(tower: Tower, layout: Layout) -> Layout:
+def tower_layout(tower: Tower, layout: AnySizes) -> AnySizes:
     """Return the layouts of the tower, whose micro-batches consist of images."""
     ones = np.ones_like(layout.tensor)
     return replace(
@@ -57,7 +57,7 @@ def tower_training(tower: Tower, train: Training) -> Training:
     )
 
 
-def tower_weights(tower: Tower, layout: Layout) -> tuple[FloatArray, FloatArray]:
+def tower_weights(tower: Tower, layout: LayerSizes) -> tuple[FloatArray, FloatArray]:
     """Return the numbers of trained and of frozen weights on a rank."""
     mergers, others = tower.vision.merger_weights, tower.vision.weights - tower.vision.merger_weights
     frozen = others * tower.frozen + mergers * tower.frozen_mergers
@@ -65,7 +65,7 @@ def tower_weights(tower: Tower, layout: Layout) -> tuple[FloatArray, FloatArray]
     return (others + mergers - frozen) / split, frozen / split
 
 
-def tower_repeats(tower: Tower, layout: Layout) -> FloatArray:
+def tower_repeats(tower: Tower, layout: Layout | StageLayout) -> FloatArray:
     """Return the share of the tower's layers that full recompute repeats."""
     if tower.frozen:
         return np.zeros_like(layout.tensor)

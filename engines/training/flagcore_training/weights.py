@@ -24,7 +24,7 @@ from flagcore.domain.prediction import ModelPart
 from flagcore.domain.space import FloatArray
 from flagcore_training.adapters import adapter_weights
 from flagcore_training.kinds import layer_kinds
-from flagcore_training.layout import Layout, Training
+from flagcore_training.layout import LayerSizes, Layout, Training
 from flagcore_training.stages import Stage
 from flagcore_training.vision import tower_flops, tower_weights
 
@@ -46,7 +46,7 @@ def padded_vocab(model: Model, tensor: FloatArray) -> FloatArray:
     return np.ceil(model.vocab_size / multiple) * multiple
 
 
-def layer_parameters(train: Training, layout: Layout, layer: Layer) -> Parts:
+def layer_parameters(train: Training, layout: LayerSizes, layer: Layer) -> Parts:
     """Return the number of weights of a layer on one rank, by component.
 
     Tensor-parallel ranks have whole the products without a split. Of those that compress the input of latent attention,
@@ -64,7 +64,7 @@ def layer_parameters(train: Training, layout: Layout, layer: Layer) -> Parts:
     return parts
 
 
-def part_weights(train: Training, layout: Layout, part: Part) -> Parts:
+def part_weights(train: Training, layout: LayerSizes, part: Part) -> Parts:
     """Return the number of weights of a part of a layer on one rank, by component, without its norms."""
     tensor, weights = layout.tensor, Parts()
     for each in part.products(train.model.hidden_size):
@@ -81,7 +81,7 @@ def part_weights(train: Training, layout: Layout, part: Part) -> Parts:
 
 def edge_parameters(
     train: Training,
-    layout: Layout,
+    layout: LayerSizes,
     *,
     first: FloatArray,
     last: FloatArray,
@@ -108,7 +108,7 @@ def edge_parameters(
     return parts
 
 
-def depth_parameters(train: Training, layout: Layout) -> Parts:
+def depth_parameters(train: Training, layout: LayerSizes) -> Parts:
     """Return the number of weights of one depth of multi-token prediction, by component, without adapters.
 
     Source: megatron-core 0.16.
@@ -130,7 +130,7 @@ def own_depths(model: Model) -> float:
     return 1.0 / model.mtp_num_layers if model.mtp_use_repeated_layer else 1.0
 
 
-def stage_parameters(train: Training, layout: Layout, stage: Stage) -> Parts:
+def stage_parameters(train: Training, layout: LayerSizes, stage: Stage) -> Parts:
     """Return the number of weights of one stage on one rank, by component."""
     model, copies = train.model, stage.copies * own_share(train.model)
     parts = edge_parameters(

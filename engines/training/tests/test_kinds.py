@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_training.kinds import layer_kinds
-from flagcore_training.layout import DEFAULTS, Layout, Options, Tower, Training
+from flagcore_training.layout import DEFAULTS, Layout, Options, StageLayout, Tower, Training
 from flagcore_training.memory import training as memory
 from flagcore_training.splits import StageLayers
 from flagcore_training.stages import layer_input_bytes, placed, stage, stages
-from flagcore_training.time.pace import Pace
-from flagcore_training.time.stage import Blocks
+from flagcore_training.time.stage import Blocks, WorkTable
 from flagcore_training.time.step import costs_in_run, passes, step_time
 from flagcore_training.weights import model_flops, parts_of_model, stage_parameters
 
@@ -251,8 +250,9 @@ def test_the_component_is_in_the_table_with_its_states() -> None:
 def test_the_search_for_splits_sees_the_tower(again: dict[str, float]) -> None:
     work, split, costs = seeing(), layout(**STAGED, **again), costs_in_run(plain_costs())
     first = stage(work.model, split, np.zeros(1), work.options)
-    pace = Pace.from_blocks(work, split, costs, Blocks.from_layout(work, split, costs))
+    blocks = Blocks.from_layout(work, split, costs)
+    table = WorkTable.from_blocks(work, StageLayout.of(work, split), costs, blocks)
     found = passes(work, split, plain_costs())
     busy = found.forward_s[0] + found.backward_s[0]
-    assert pace.seconds(first.layers, 0, first=True)[0] == pytest.approx(busy, rel=1e-6)
+    assert table.stage(first=True).seconds(first.layers)[0] == pytest.approx(busy, rel=1e-6)
     assert LLAMA.num_layers == 4 * first.layers[0]

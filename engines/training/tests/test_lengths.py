@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_models.layers import layers_of
-from flagcore_training.layout import ArrayRecord, Layout, Options, Training
+from flagcore_training.layout import ArrayRecord, LayerLayout, Layout, Options, StageLayout, Training
 from flagcore_training.lengths import attention_length, in_time, packs, slowest
 from flagcore_training.time.layer import REORDER_LAUNCHES, layer_time
-from flagcore_training.time.pace import Pace
 from flagcore_training.time.passes import Seconds
-from flagcore_training.time.stage import DEPENDS_ON, LAYER_COUNTS, Blocks
+from flagcore_training.time.stage import Blocks, WorkTable
 from flagcore_training.time.step import step_time
 from flagcore_training.weights import model_flops
 
@@ -95,7 +94,7 @@ def test_sequences_of_a_pack_that_are_taken_one_by_one_keep_the_host_busy() -> N
 
     def forward(lengths: Lengths | None = MIXED, **options: Any) -> Seconds:
         job = replace(train, lengths=lengths, options=replace(train.options, **options))
-        return layer_time(job, two, plain_costs(), layers_of(job.model)[0]).forward
+        return layer_time(job, LayerLayout.of(job, two), plain_costs(), layers_of(job.model)[0]).forward
 
     fused, whole = forward(one_by_one=True), forward(rope_fusion=False)
     apart = forward(rope_fusion=False, one_by_one=True)
@@ -118,6 +117,7 @@ JOB = train(
     transformer_engine=True,
     options=Options(overlap_expert_comm=True, dispatcher="alltoall", recompute_modules=frozenset({"layernorm"})),
 )
+GRAPHS = replace(JOB, options=replace(JOB.options, graphs=frozenset({"attn"})))
 
 
 def numbers(record: Any) -> list[float]:
@@ -134,20 +134,23 @@ def of_layers(job: Training, found: Layout, costs: Costs) -> list[float]:
 
 
 def of_stages(job: Training, found: Layout, costs: Costs) -> list[float]:
-    pace = Pace.from_blocks(job, found, costs, Blocks.from_layout(job, found, costs))
-    return np.ravel(pace.seconds(np.full(1, 6.0), 1, first=True, mtp=True, last=True)).tolist()
+    table = WorkTable.from_blocks(job, StageLayout.of(job, found), costs, Blocks.from_layout(job, found, costs))
+    return np.ravel(table.stage(1, first=True, mtp=True, last=True).seconds(np.full(1, 6.0))).tolist()
 
 
-@pytest.mark.parametrize(("seconds", "keys"), [(of_layers, LAYER_COUNTS), (of_stages, DEPENDS_ON)])
-def test_times_differ_by_the_fields_that_are_keys_and_by_no_other(seconds: Any, keys: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("seconds", "keys"), [(of_layers, LayerLayout), (of_stages, StageLayout)])
+def test_times_differ_by_the_fields_that_they_are_given_and_by_no_other(seconds: Any, keys: Any) -> None:
     bases, found, costs = (USUAL, {**USUAL, "selective": 0.0, "block": 0.0}), set(), plain_costs()
-    for base, (name, value) in product(bases, OTHER.items()):
+    for job, base, (name, value) in product((JOB, GRAPHS), bases, OTHER.items()):
         usual, other = layout(**base), layout(**{**base, name: value})
-        if not np.allclose(seconds(JOB, usual, costs), seconds(JOB, other, costs), rtol=1e-12, atol=0.0):
-            changed = {key for key in keys if (getattr(usual, key) != getattr(other, key)).any()}
+        if not np.allclose(seconds(job, usual, costs), seconds(job, other, costs), rtol=1e-12, atol=0.0):
+            pairs = zip(
+                keys.__dataclass_fields__, keys.of(job, usual).columns, keys.of(job, other).columns, strict=True
+            )
+            changed = {key for key, one, two in pairs if (one != two).any()}
             assert changed, name
             found |= changed
-    assert found == {*keys}
+    assert found == {*keys.__dataclass_fields__}
 
 
 ACCELERATOR = """

@@ -8,7 +8,7 @@ import pytest
 from flagcore_models.layers import layers_of
 from flagcore_models.mixers.indexer import Indexer
 from flagcore_models.mixers.mamba2 import Mamba2
-from flagcore_training.layout import WHOLE_STEP, Layout, Options, Training, distinct
+from flagcore_training.layout import WHOLE_STEP, LayerLayout, Layout, Options, Training, distinct
 from flagcore_training.time.layer import layer_time
 from flagcore_training.time.step import costs_in_run, rank_time, step_time
 from flagcore_training.weights import model_flops
@@ -380,7 +380,7 @@ def test_grouped_products_launch_a_kernel_for_each_expert_and_linear_layer() -> 
 
     def launches(adapter: Adapter | None = None, precision: str = "bf16") -> list[float]:
         given = replace(with_options(job, adapter=adapter), precision=precision)
-        found = layer_time(given, layout_of(expert=[1, 4]), plain_costs(), layer)
+        found = layer_time(given, LayerLayout.of(given, layout_of(expert=[1, 4])), plain_costs(), layer)
         return [float(each[0] - each[1]) for each in (found.forward.launches, found.backward.launches)]
 
     fewer = 0.75 * (MOE.model.num_moe_experts or 0)

@@ -4,18 +4,17 @@ from dataclasses import replace
 
 import numpy as np
 from flagcore_training.kinds import layer_kinds
-from flagcore_training.layout import Layout, Training, distinct
+from flagcore_training.layout import Layout, StageLayout, Training, distinct
 from flagcore_training.splits import StageLayers
 from flagcore_training.stages import splits_of
-from flagcore_training.time.passes import Block, Seconds, StageTime
 from flagcore_training.time.stage import (
-    DEPENDS_ON,
     Blocks,
+    Host,
     Parts,
-    host_of,
-    launch_wait,
+    end_work,
     recomputed_layers,
     recomputed_share,
+    work_of,
 )
 
 from flagcore.contracts import Costs
@@ -37,7 +36,7 @@ def place_bars(
     rows = np.flatnonzero(chosen & (layout.pipeline > 1))
     if not rows.size:
         return train, layout
-    first, combination = distinct([getattr(layout[rows], name) for name in ("pipeline", *DEPENDS_ON)])
+    first, combination = distinct([layout.pipeline[rows], *StageLayout.of(train, layout[rows]).columns])
     unique = layout[rows[first]]
     parts = (unique.pipeline * unique.virtual).astype(np.int64)
     chunks = _parts(*_seconds(train, unique, costs, blocks[rows[first]].on(0)), parts)
@@ -58,19 +57,11 @@ def _seconds(train: Training, layout: Layout, costs: Costs, parts: Parts) -> tup
 
     If times are unknown, all layers are equal, and the ends take no time.
     """
-    (host, *lags), kinds, total = host_of(train, costs), layer_kinds(train.model), float(train.model.num_layers)
-    zeros = np.zeros_like(layout.data)
+    host, kinds, total = Host.of(train, costs), layer_kinds(train.model), float(train.model.num_layers)
     share = recomputed_share(recomputed_layers(layout), total / layout.pipeline)
-
-    def busy(block: Block | StageTime) -> FloatArray:
-        time = block.recomputed(share, layout.selective) if isinstance(block, Block) else block
-        forward, backward = time.forward, time.backward + Seconds.from_compute(time.weight)
-        passes = zip((forward, backward), lags, strict=True)
-        return sum((each.total + launch_wait(each.total, each.launches, host, lag) for each, lag in passes), zeros)
-
-    of_kinds = [busy(block) for block in parts.layers]
+    of_kinds = [work_of(block, layout.selective).busy(share, host) for block in parts.layers]
     layers = np.stack(of_kinds[: len(kinds.layers)], axis=1) @ np.diff(kinds.counts, axis=1)
-    first, last = busy(parts.embedding), busy(parts.head)
+    first, last = (end_work(each).busy(share, host) for each in (parts.embedding, parts.head))
     if depths := train.model.mtp_num_layers:
         last = last + depths * of_kinds[-1]
     unknown = np.isnan(layers.sum(axis=1) + first + last)

@@ -5,19 +5,19 @@ from itertools import permutations, product
 
 import numpy as np
 from flagcore_training.critical_path import StageTimes
-from flagcore_training.layout import Layout, Training, distinct
+from flagcore_training.layout import Layout, StageLayout, Training, distinct
 from flagcore_training.memory.states import states_of
 from flagcore_training.memory.training import stages_in_use
 from flagcore_training.schedules import makespan
 from flagcore_training.stages import StageGroups, layers_before_last, splits_with, stage, stage_of
 from flagcore_training.time.pipeline import shape_seconds
-from flagcore_training.time.stage import DEPENDS_ON, Blocks
+from flagcore_training.time.stage import Blocks
 from flagcore_training.weights import stage_parameters
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore_megatron.layers.bars import place_bars
-from flagcore_megatron.layers.partition import EQUAL, LayerSplit, Paces, best_splits, leading_layers
+from flagcore_megatron.layers.partition import EQUAL, LayerSplit, Tables, best_splits, leading_layers
 from flagcore_megatron.space.options import is_hybrid
 from flagcore_megatron.space.stages import chunk_layers, layout_text, may_start_empty
 
@@ -46,16 +46,16 @@ def split_layers(
     layouts, starts = [layout[rows]], StageGroups.from_layout(layout[rows], costs).starts
     layouts += [each.layout for each in layouts[0].further]
     batches = [layouts[0].microbatches * _few_microbatches(train, layouts[0])] if costs.further else []
-    depends = (getattr(each, name) for each in layouts for name in ("pipeline", *DEPENDS_ON))
+    depends = (column for each in layouts for column in (each.pipeline, *StageLayout.of(train, each).columns))
     first, combination = distinct([*depends, *starts, *batches])
     unique = layout[rows[first]]
-    paces = Paces.from_blocks(train, unique, costs, blocks[rows[first]])
-    splits = best_splits(train, unique, paces)
+    tables = Tables.from_blocks(train, unique, costs, blocks[rows[first]])
+    splits = best_splits(train, unique, tables)
     if train.options.early_mtp and not costs.further:
-        early = best_splits(train, unique, paces, early=True)
+        early = best_splits(train, unique, tables, early=True)
         sooner = np.flatnonzero(early.seconds * EQUAL + shape_seconds(train, unique, costs) < splits.seconds)
         splits = splits.replaced(sooner, early[sooner])
-    splits = fill_sooner(train, unique, paces, splits)
+    splits = fill_sooner(train, unique, tables, splits)
     even = (splits.seconds == np.inf) | _even(train, unique, splits)
     train, number = with_splits(train, unique, splits)
     column = np.zeros_like(layout.pipeline)
@@ -81,14 +81,14 @@ def _few_microbatches(train: Training, layout: Layout) -> BoolArray:
 
 
 def fill_sooner(
-    train: Training, layout: Layout, paces: Paces, split: LayerSplit, most: FloatArray | None = None
+    train: Training, layout: Layout, tables: Tables, split: LayerSplit, most: FloatArray | None = None
 ) -> LayerSplit:
     """Return better splits on several kinds of chips for steps with few micro-batches, and the other splits as before.
 
     Single layers are moved as long as this shortens the step: with a slower stage, the pipeline may fill sooner. `most`
     is the maximum number of layers of each stage, as in `best_splits`.
     """
-    if not paces.starts:
+    if not tables.starts:
         return split
     own = split.layers[split.number], split.leading[split.number]
     split = LayerSplit(split.seconds, np.arange(split.number.size), split.early, *own)
@@ -105,10 +105,11 @@ def fill_sooner(
             limits = np.minimum(limits, most[moving[:, None], leading.astype(np.int64), place])
         times = np.empty((moving.size, length, counts.size))
         for index in range(length):
-            pace, is_last = paces.at(np.full(layout.pipeline.shape, index)), index == length - 1
-            dense = leading[:, index]
+            dense, is_last = leading[:, index], index == length - 1
             held = np.maximum(counts, dense)
-            busy = pace[moving].seconds(held, dense, first=index == 0, mtp=is_last, last=is_last)
+            ends = {"first": index == 0, "mtp": is_last, "last": is_last}
+            work = tables[moving].stage(np.full(moving.shape, index), dense, **ends)
+            busy = work.seconds(held)
             times[:, index] = np.where(np.isnan(busy).any(axis=0), counts, busy).T
         held, seconds = split.layers[moving, :length], np.full(moving.size, np.inf)
         tried = held[None]
@@ -190,7 +191,7 @@ def fit_splits(
     if not rows.size:
         return train, layout, changed
     subset = replace(layout[rows], split=np.ones(rows.size))
-    splits = _best_fitting(train, subset, costs, Paces.from_blocks(train, subset, costs, blocks[rows]))
+    splits = _best_fitting(train, subset, costs, Tables.from_blocks(train, subset, costs, blocks[rows]))
     fits = np.flatnonzero(np.isfinite(splits.seconds))
     if fits.size:
         rows, subset, splits = rows[fits], subset[fits], splits[fits]
@@ -243,7 +244,7 @@ def _may_fit(train: Training, layout: Layout, costs: Costs) -> BoolArray:
     return may_fit
 
 
-def _best_fitting(train: Training, layout: Layout, costs: Costs, paces: Paces) -> LayerSplit:
+def _best_fitting(train: Training, layout: Layout, costs: Costs, tables: Tables) -> LayerSplit:
     """Return the best splits that fit in memory.
 
     If the last virtual stage of the stage with multi-token prediction has no layer, the final norm is on the stage
@@ -252,32 +253,32 @@ def _best_fitting(train: Training, layout: Layout, costs: Costs, paces: Paces) -
     """
     most, depths = _layer_limits(train, layout, costs), train.model.mtp_num_layers
     if not depths:  # without depths, the final norm is always on the last stage
-        splits = best_splits(train, layout, paces, most)
+        splits = best_splits(train, layout, tables, most)
     else:
-        splits = _splits_with_mtp(train, layout, costs, paces, most)
+        splits = _splits_with_mtp(train, layout, costs, tables, most)
     # Memory is computed last, because it takes most of the time. `bound` is the time of a split without a limit of the
     # last stage; only few candidates would be faster with it.
     may_be_early = train.options.early_mtp and not costs.further
     for early, is_empty in list(product((False, True)[: 1 + may_be_early], (False, True)))[1:] if depths else ():
-        bound = _splits_with_mtp(train, layout, None, paces, most, early=early, is_empty=is_empty)
+        bound = _splits_with_mtp(train, layout, None, tables, most, early=early, is_empty=is_empty)
         extra = early * shape_seconds(train, layout, costs)
         rows = np.flatnonzero(bound.seconds + extra < splits.seconds)
         if not rows.size:
             continue
         subset, longest = layout[rows], int(layout.pipeline[rows].max())
         limits = most[rows, :, :longest]
-        other_splits = _splits_with_mtp(train, subset, costs, paces[rows], limits, early=early, is_empty=is_empty)
+        other_splits = _splits_with_mtp(train, subset, costs, tables[rows], limits, early=early, is_empty=is_empty)
         seconds = other_splits.seconds + extra[rows]
         faster = np.flatnonzero(seconds < splits.seconds[rows])
         splits = splits.replaced(rows[faster], replace(other_splits[faster], seconds=seconds[faster]))
-    return fill_sooner(train, layout, paces, splits, most)
+    return fill_sooner(train, layout, tables, splits, most)
 
 
 def _splits_with_mtp(
     train: Training,
     layout: Layout,
     costs: Costs | None,
-    paces: Paces,
+    tables: Tables,
     most: FloatArray,
     *,
     early: bool = False,
@@ -301,7 +302,7 @@ def _splits_with_mtp(
     if is_empty:
         index, at_mtp, at_least = np.arange(mtp.size), mtp.astype(np.int64), 0.0
         most[index, :, at_mtp] = np.minimum(most[index, :, at_mtp], empty)
-    return best_splits(train, layout, paces, most, at_least, early=early)
+    return best_splits(train, layout, tables, most, at_least, early=early)
 
 
 def _layers_beside_empty_stage(train: Training, layout: Layout, *, early: bool) -> FloatArray:

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 import numpy as np
-from flagcore_training.layout import ArrayRecord, Layout, Training, distinct, pick
+from flagcore_training.layout import ArrayRecord, Layout, StageLayout, Training, distinct, pick
 from flagcore_training.stages import StageGroups
-from flagcore_training.time.pace import Pace, StagePace
-from flagcore_training.time.stage import Blocks
+from flagcore_training.time.stage import Blocks, LayersWork, WorkTable
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
@@ -150,27 +149,24 @@ def leading_layers(train: Training) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Paces(ArrayRecord):
-    """The `Pace` of each node group: seconds by number of layers. `starts`: the first stage of each further group."""
+class Tables(ArrayRecord):
+    """The work of the parts of the model on each node group. `starts`: the first stage of each further group."""
 
-    groups: tuple[Pace, ...]
+    groups: tuple[WorkTable, ...]
     starts: tuple[FloatArray, ...]
 
     @classmethod
-    def from_blocks(cls, train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Paces:
+    def from_blocks(cls, train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Tables:
         placement = StageGroups.from_layout(layout, costs)
-        pairs = enumerate(zip(placement.layouts, costs.groups, strict=True))
-        groups = (Pace.from_blocks(train, each, group, blocks, number) for number, (each, group) in pairs)
+        layouts = (StageLayout.of(train, each) for each in placement.layouts)
+        pairs = enumerate(zip(layouts, costs.groups, strict=True))
+        groups = (WorkTable.from_blocks(train, each, group, blocks, number) for number, (each, group) in pairs)
         return cls(tuple(groups), placement.starts)
 
-    def at(self, place: FloatArray) -> Pace:
-        """Return the pace of stage `place` of each candidate."""
-        first = self.groups[0]
-        if not self.starts:
-            return first
-        group = StageGroups(self.starts, ()).group(place)
-        fields = ("parts", "host", "forward_lag", "lag")
-        return replace(first, **{name: pick(group, [getattr(each, name) for each in self.groups]) for name in fields})
+    def stage(self, place: FloatArray, leading: FloatArray | int, **ends: bool) -> LayersWork:
+        """Return the work of stage `place` of each candidate, as `WorkTable.stage` describes it."""
+        found = [each.stage(leading, **ends) for each in self.groups]
+        return pick(StageGroups(self.starts, ()).group(place), found) if self.starts else found[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +232,7 @@ class Middles(ArrayRecord):
 def best_splits(
     train: Training,
     layout: Layout,
-    paces: Paces,
+    tables: Tables,
     most: FloatArray | None = None,
     least: FloatArray | float = 0.0,
     *,
@@ -272,14 +268,14 @@ def best_splits(
             rows = rows[(layout.virtual[rows] > 1) | is_other_split]
         if not rows.size:
             continue
-        best = _search(train, layout[rows], paces[rows], fronts, None if most is None else most[rows], at_least[rows])
+        best = _search(train, layout[rows], tables[rows], fronts, None if most is None else most[rows], at_least[rows])
         better = np.flatnonzero(best.seconds * EQUAL < result.seconds[rows])
         result = result.replaced(rows[better], best[better])
     return result
 
 
 def _search(
-    train: Training, layout: Layout, paces: Paces, fronts: Fronts, most: FloatArray | None, mtp: FloatArray
+    train: Training, layout: Layout, tables: Tables, fronts: Fronts, most: FloatArray | None, mtp: FloatArray
 ) -> LayerSplit:
     """Return the best split of each candidate in which the leading layers are placed as in `fronts`.
 
@@ -289,7 +285,7 @@ def _search(
     virtual, last, row = layout.virtual, layout.pipeline - 1.0, np.arange(layout.pipeline.size)
     places = [place + np.where(place < 0, layout.pipeline, 0.0) for place in fronts.places]
     columns = [place.astype(np.int64) for place in places]
-    edges = np.clip((0.0 * last, *paces.starts, layout.pipeline), len(fronts.dense), last - fronts.between)
+    edges = np.clip((0.0 * last, *tables.starts, layout.pipeline), len(fronts.dense), last - fronts.between)
     middles = [Middles.of(low, high, None if most is None else most[:, 0]) for low, high in pairwise(edges)]
     least = np.stack([*fronts.least(virtual), *(group_stages.count * virtual for group_stages in middles)])
     limits = np.stack([*fronts.most(virtual), *(group_stages.room for group_stages in middles)])
@@ -303,10 +299,10 @@ def _search(
     end, stages = len(places) - 1, []
     for number, (place, count) in enumerate(zip(places, fronts.leading, strict=True)):
         is_end = {"first": number == 0, "mtp": number == end - fronts.early, "last": number == end}
-        stages.append(paces.at(place).on_stage(count, **is_end))
-    pace = StagePace.of_stages([*stages, *(each.on_stage() for each in paces.groups)])
-    slowest = _move_layers(pace, middles, layers, (least, limits), possible)
-    first, split_number = (row, row) if most is not None else distinct([layout.pipeline, *paces.starts, *layers])
+        stages.append(tables.stage(place, count, **is_end))
+    work = LayersWork.of_stages([*stages, *(each.stage() for each in tables.groups)])
+    slowest = _move_layers(work, middles, layers, (least, limits), possible)
+    first, split_number = (row, row) if most is not None else distinct([layout.pipeline, *tables.starts, *layers])
     split = np.zeros((2, first.size, int(layout.pipeline.max())))
     for column, count, end_layers in zip(columns, fronts.leading, layers[ends, first], strict=True):
         split[:, np.arange(first.size), column[first]] = end_layers, np.full(first.size, float(count))
@@ -339,7 +335,7 @@ def _start(
 
 
 def _move_layers(
-    pace: StagePace,
+    work: LayersWork,
     middles: Sequence[Middles],
     layers: FloatArray,
     bounds: tuple[FloatArray, FloatArray],
@@ -347,7 +343,7 @@ def _move_layers(
 ) -> FloatArray:
     """Move single layers in place while this makes the slowest stage faster, and return the slowest stage's seconds.
 
-    The seconds are inf if there is no split. The rows of `pace`, `layers` and `bounds` (minimum and maximum) are the
+    The seconds are inf if there is no split. The rows of `work`, `layers` and `bounds` (minimum and maximum) are the
     first and last stages, then the middle stages of each node group.
     """
     slowest, moving = np.full(possible.shape, np.inf), np.flatnonzero(possible)
@@ -355,8 +351,8 @@ def _move_layers(
     moves, (counts, (least, limits)) = moving, (layers, bounds)
     if moving.size < possible.size:
         counts, least, limits = layers[:, moving], least[:, moving], limits[:, moving]
-        pace, middles = pace[moving], [each[moving] for each in middles]
-    now, after = (_seconds(pace, middles, counts + added) for added in (0.0, 1.0))
+        work, middles = work[moving], [each[moving] for each in middles]
+    now, after = (_seconds(work, middles, counts + added) for added in (0.0, 1.0))
     while moving.size:
         row, source = np.arange(moving.size), np.argmax(now, axis=0)
         allowed = np.where(counts + 1.0 > limits, np.inf, after)
@@ -372,24 +368,24 @@ def _move_layers(
         giver, taker = (source[moves], row), (target[moves], row)
         counts[giver] -= 1.0
         counts[taker] += 1.0
-        pace, middles = pace[moves], [each[moves] for each in middles]
+        work, middles = work[moves], [each[moves] for each in middles]
         layers[:, moving] = counts
         # Only the stages of the move changed. Each needs one new time; its other time is one from before the move.
         after[giver], now[taker], more = now[giver], after[taker], np.zeros_like(counts)
         more[taker] = 1.0
-        seconds = _seconds(pace, middles, counts + more)
+        seconds = _seconds(work, middles, counts + more)
         now[giver], after[taker] = seconds[giver], seconds[taker]
     return slowest
 
 
-def _seconds(pace: StagePace, middles: Sequence[Middles], layers: FloatArray) -> FloatArray:
+def _seconds(work: LayersWork, middles: Sequence[Middles], layers: FloatArray) -> FloatArray:
     """Return the seconds of each of the first and last stages, and of the slowest middle stage on each node group. They
     are -inf for a node group without middle stages. If times are unknown, the result is the number of layers."""
     layer_counts, first = layers.copy(), len(layers) - len(middles)
     for place, stages in enumerate(middles, start=first):
         level = stages.level(layers[place])
         layer_counts[place] = np.where(np.isfinite(level), level, 1.0)
-    seconds = pace.seconds(layer_counts)
+    seconds = work.seconds(layer_counts)
     for place, stages in enumerate(middles, start=first):
         seconds[place, stages.count <= 0] = -np.inf
     return np.where(np.isnan(seconds), layer_counts, seconds)

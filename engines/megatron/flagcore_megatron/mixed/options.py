@@ -6,14 +6,13 @@ from itertools import combinations, product
 
 import numpy as np
 from flagcore_training.knobs import divisors
-from flagcore_training.layout import ArrayRecord, Layout, Training
+from flagcore_training.layout import ArrayRecord, Layout, StageLayout, Training
 from flagcore_training.memory.states import split_parameters, trained_parts
 from flagcore_training.memory.training import stages_in_use
 from flagcore_training.stages import Stage, stage_of
 from flagcore_training.time.optimizer import gradient_time, optimizer_time
-from flagcore_training.time.pace import Pace
 from flagcore_training.time.passes import Seconds, StageTime
-from flagcore_training.time.stage import Blocks
+from flagcore_training.time.stage import Blocks, WorkTable
 from flagcore_training.time.step import costs_in_run
 from flagcore_training.weights import stage_parameters
 
@@ -158,7 +157,8 @@ def mesh_options(task: Task, costs: Costs, group: int) -> MeshOptions:
     # In a pipeline of four stages, 0, 1 and 3 are a first, a middle and a last stage.
     layout = replace(layout_of(task, columns), pipeline=np.full(columns[PP].shape, 4.0))
     run = costs_in_run(costs)
-    pace = Pace.from_blocks(train, layout, run, Blocks.from_layout(train, layout, run))
+    table = WorkTable.from_blocks(train, StageLayout.of(train, layout), run, Blocks.from_layout(train, layout, run))
+    middle = table.stage()
     base = np.maximum(layout.block, 1.0) + 1.0
     one, two = np.ones_like(base), np.full_like(base, 2.0)
     # (stage, layers, micro-batches in flight) of a middle stage, of the first stage, and of the last stage
@@ -171,7 +171,7 @@ def mesh_options(task: Task, costs: Costs, group: int) -> MeshOptions:
     capacity = np.nan_to_num(in_use[0].capacity, nan=1e30)
     used, longer, twice, first, last, longer_last = (each.used / capacity for each in in_use)
     activations = np.maximum(twice - longer, 0.0) / (base + 1.0)
-    seconds, more = pace.seconds(base, 0), pace.seconds(base + 1.0, 0)
+    seconds, more = middle.seconds(base), middle.seconds(base + 1.0)
     steps = [_step_seconds(train, layout, run, each, time) for each, time in zip(stages, (seconds, more), strict=False)]
     return MeshOptions(
         **{key: columns[SIZES[key]] for key in ("tp", "ep", "dp", "pp")},
@@ -179,8 +179,8 @@ def mesh_options(task: Task, costs: Costs, group: int) -> MeshOptions:
         base=base,
         seconds=seconds,
         layer=np.maximum(more - seconds, 1e-12),
-        first=pace.seconds(base, 0, first=True) - seconds,
-        last=pace.seconds(base, 0, mtp=True, last=True) - seconds,
+        first=table.stage(first=True).seconds(base) - seconds,
+        last=table.stage(mtp=True, last=True).seconds(base) - seconds,
         used=used,
         used_first=first - used,
         used_last=last - used,

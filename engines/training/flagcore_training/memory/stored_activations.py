@@ -13,7 +13,7 @@ from flagcore_models.layers import depth_layer
 from flagcore.domain.model import Part
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore_training.kinds import Numbers, layer_kinds
-from flagcore_training.layout import Layout, Training
+from flagcore_training.layout import LayerLayout, Layout, Training
 from flagcore_training.memory.activations import depths, embedding, head
 from flagcore_training.memory.modules import OFFLOADED, Layer, Module, Sizes, recomputed_tensors, saving
 from flagcore_training.memory.parts import modules_of, part_modules, with_tower
@@ -155,7 +155,8 @@ class Kinds:
 
     def crossed(self, stage: Stage) -> BoolArray:
         """Return whether a forward pass of another micro-batch overlaps the backward pass, for each candidate."""
-        return (stage.in_flight < self.layout.microbatches) & self.layout.pairs(self.train.model)
+        pairs = LayerLayout.of(self.train, self.layout).pairs(self.train.model)
+        return (stage.in_flight < self.layout.microbatches) & pairs
 
     def waiting(self, stage: Stage) -> FloatArray:
         """Return the bytes of a stage that are stored from the backward pass (B) until the weight gradients (W).

@@ -9,7 +9,7 @@ from flagcore_models.networks.experts import Experts
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray
-from flagcore_training.layout import Layout, Training
+from flagcore_training.layout import LayerLayout, Training
 from flagcore_training.time.passes import (
     GRAPH_LAUNCHES,
     Block,
@@ -67,7 +67,7 @@ the router's weights. The biases are scaled by these and added expert by expert,
 cast if the weights have 4 bytes, as with the flex dispatcher (megatron-core 0.16 `moe/experts.py`, `_apply_bias`)."""
 
 
-def moe_block(network: Experts, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
+def moe_block(network: Experts, train: Training, layout: LayerLayout, costs: Costs, tp: TensorCollectives) -> Block:
     """Return the time of an MoE block: norm, router, dispatch, experts, combine, shared experts and residual sum.
 
     The busiest expert rank processes `Layout.busiest` times the mean number of token copies, and the other ranks wait
@@ -134,7 +134,7 @@ def moe_block(network: Experts, train: Training, layout: Layout, costs: Costs, t
 
 
 def _shared_expert_block(
-    network: Experts, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives
+    network: Experts, train: Training, layout: LayerLayout, costs: Costs, tp: TensorCollectives
 ) -> Block:
     tokens, width = layout.tokens(train.sequence), network.shared / layout.tensor
     described, tp = network.always(train.model.hidden_size), tp.beside(train, "down_proj")

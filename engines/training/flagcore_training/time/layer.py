@@ -16,7 +16,7 @@ from flagcore_models.networks.experts import Experts
 from flagcore.contracts import AttentionShape, Costs
 from flagcore.domain.model import Layer, Mixer, Network, Part, Product
 from flagcore.domain.space import FloatArray
-from flagcore_training.layout import Layout, Training
+from flagcore_training.layout import LayerLayout, Training
 from flagcore_training.lengths import attention_length, one_by_one
 from flagcore_training.time.experts import moe_block
 from flagcore_training.time.passes import (
@@ -68,7 +68,7 @@ context parallelism with a2a: of queries, keys, values and outputs, and of their
 rank. Counted with torch (transformer-engine until 2.17 `context_parallel.py`, reorder_seq_chunks)."""
 
 
-def layer_time(train: Training, layout: Layout, costs: Costs, layer: Layer) -> Block:
+def layer_time(train: Training, layout: LayerLayout, costs: Costs, layer: Layer) -> Block:
     """Return the time of a layer without recompute. `repeated` is the time that selective recompute would add.
 
     Layers in 16 bits among those of fewer bits count as a share of each layer.
@@ -82,7 +82,7 @@ def layer_time(train: Training, layout: Layout, costs: Costs, layer: Layer) -> B
     return reduce(add, (part_block(part, train, layout, costs, tp) for part in layer.parts))
 
 
-def part_block(part: Part, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
+def part_block(part: Part, train: Training, layout: LayerLayout, costs: Costs, tp: TensorCollectives) -> Block:
     """Return the time of a mixer or a network, with its norm and its residual sum."""
     if isinstance(part, Attention):
         return attention_block(part, train, layout, costs, tp)
@@ -100,7 +100,7 @@ relative to forward. Estimates: flash-linear-attention and mamba-ssm publish a t
 attention."""
 
 
-def mixer_block(mixer: Mixer, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
+def mixer_block(mixer: Mixer, train: Training, layout: LayerLayout, costs: Costs, tp: TensorCollectives) -> Block:
     """Return the time of a layer with another mixer than attention: norm, products, other kernels, residual sum.
 
     Context-parallel ranks exchange what the products computed, so that each has some heads of all tokens (megatron-core
@@ -132,7 +132,7 @@ def mixer_block(mixer: Mixer, train: Training, layout: Layout, costs: Costs, tp:
     return Block(forward, backward, products.weight_gradient, Seconds.from_compute(repeated))
 
 
-def _launches(train: Training, layout: Layout, kind: int, part: str, products: Sequence[Product]) -> FloatArray:
+def _launches(train: Training, layout: LayerLayout, kind: int, part: str, products: Sequence[Product]) -> FloatArray:
     """Return the launches of the forward pass of a mixer (`kind` 0) or an FFN (1), the `part` of graphs.
 
     A linear layer has one or more kernels. Compressed queries and keys have one each.
@@ -147,7 +147,9 @@ SQUARE = 8192.0
 """Rows and columns of a large matrix product."""
 
 
-def attention_block(mixer: Attention, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
+def attention_block(
+    mixer: Attention, train: Training, layout: LayerLayout, costs: Costs, tp: TensorCollectives
+) -> Block:
     """Return the time of attention: norm, projections, attention core and residual sum."""
     kernels, unit = costs.kernels, float(train.value_bytes)
     width, tokens = mixer.query_width + mixer.key_width, layout.tokens(train.sequence) / layout.tensor
@@ -194,7 +196,7 @@ def attention_block(mixer: Attention, train: Training, layout: Layout, costs: Co
     return Block(forward, backward, products.weight_gradient, repeated)
 
 
-def ffn_block(network: Network, train: Training, layout: Layout, costs: Costs, tp: TensorCollectives) -> Block:
+def ffn_block(network: Network, train: Training, layout: LayerLayout, costs: Costs, tp: TensorCollectives) -> Block:
     """Return the time of a dense layer's FFN: norm, both products, activation function and residual sum."""
     tokens, width = layout.tokens(train.sequence), network.width / layout.tensor
     described, tp = network.products(train.model.hidden_size), tp.beside(train, "down_proj")
@@ -216,7 +218,7 @@ def ffn_block(network: Network, train: Training, layout: Layout, costs: Costs, t
     return Block(forward, backward, products.weight_gradient, repeated)
 
 
-def head_time(train: Training, layout: Layout, costs: Costs) -> Block:
+def head_time(train: Training, layout: LayerLayout, costs: Costs) -> Block:
     """Return the time of final norm, output head and loss, for the model and each depth of multi-token prediction.
 
     The head runs in 16 bits at every precision of the layers, unless "head" is one of `mxfp8_modules`. Logits are
@@ -241,7 +243,7 @@ def head_time(train: Training, layout: Layout, costs: Costs) -> Block:
     return block * (1.0 + model.mtp_num_layers)
 
 
-def embedding_time(train: Training, layout: Layout, costs: Costs) -> Block:
+def embedding_time(train: Training, layout: LayerLayout, costs: Costs) -> Block:
     """Return the time of the embedding: looking up a micro-batch's tokens, and computing the gradient of the table."""
     tokens, row_bytes = layout.tokens(train.sequence), train.value_bytes * train.model.hidden_size
     tp = TensorCollectives.from_layout(train, layout, costs)
@@ -254,7 +256,7 @@ def embedding_time(train: Training, layout: Layout, costs: Costs) -> Block:
     return Block(forward, backward, costs.kernels.memory_seconds(3.0 * row_bytes * tokens), Seconds.from_compute(zeros))
 
 
-def _projections(mixer: Attention, train: Training, layout: Layout, costs: Costs) -> tuple[Linear, Linear, Linear]:
+def _projections(mixer: Attention, train: Training, layout: LayerLayout, costs: Costs) -> tuple[Linear, Linear, Linear]:
     """Return the linear layers of attention: input projections, latent up-projections, output projection.
 
     Those of an indexer are left out.
@@ -267,7 +269,9 @@ def _projections(mixer: Attention, train: Training, layout: Layout, costs: Costs
     return (down, up + queries, times["output"]) if mixer.query_rank else (down + queries, up, times["output"])
 
 
-def _attention_core(mixer: Attention, train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, FloatArray]:
+def _attention_core(
+    mixer: Attention, train: Training, layout: LayerLayout, costs: Costs
+) -> tuple[FloatArray, FloatArray]:
     """Return the seconds of the attention core, forward and backward, as a mean over layers with and without windows.
 
     An unfused core computes all scores, twice as many as a causal kernel. It moves them through memory seven times in
@@ -304,7 +308,7 @@ source."""
 
 
 def _unfused_sparse_core(
-    train: Training, layout: Layout, costs: Costs, indexer: Indexer, heads: FloatArray, size: float
+    train: Training, layout: LayerLayout, costs: Costs, indexer: Indexer, heads: FloatArray, size: float
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds of sparse attention without fused kernels, forward and backward.
 
@@ -333,7 +337,7 @@ def _unfused_sparse_core(
 
 
 def _fused_core(
-    mixer: Attention, train: Training, layout: Layout, costs: Costs, shape: AttentionShape, precision: str
+    mixer: Attention, train: Training, layout: LayerLayout, costs: Costs, shape: AttentionShape, precision: str
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds of fused attention over context-parallel ranks, forward and backward.
 

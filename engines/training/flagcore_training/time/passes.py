@@ -14,7 +14,7 @@ from flagcore.contracts import CollectiveCosts, Costs, KernelCosts
 from flagcore.domain.model import Network
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore_training.adapters import has_adapter
-from flagcore_training.layout import ArrayRecord, Layout, Training
+from flagcore_training.layout import ArrayRecord, LayerLayout, Layout, Training
 from flagcore_training.schedules import SCHEDULES
 from flagcore_training.stages import StageGroups, layer_input_bytes
 
@@ -36,9 +36,9 @@ GRAPH_LAUNCHES = 2.0
 `graph.py`, `Graphed`)."""
 
 
-def is_captured(train: Training, layout: Layout, *parts: str) -> BoolArray:
+def is_captured(train: Training, layout: LayerLayout, *parts: str) -> BoolArray:
     """Return whether a CUDA graph launches one of `parts`, for each candidate. Graphs exclude full recompute."""
-    captured: BoolArray = (layout.uniform + layout.block == 0.0) & bool(train.options.graphs.intersection(parts))
+    captured: BoolArray = (layout.recomputes == 0.0) & bool(train.options.graphs.intersection(parts))
     return captured
 
 
@@ -76,6 +76,26 @@ class Seconds(ArrayRecord):
     @property
     def total(self) -> FloatArray:
         return self.compute + self.tensor + self.context + self.expert
+
+    def plus(self, seconds: FloatArray) -> Seconds:
+        """Return the times with `seconds` more of the device."""
+        return replace(self, compute=self.compute + seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Total(ArrayRecord):
+    """The sum of the times of `Seconds`, and its launches, for searches that add up many."""
+
+    total: FloatArray
+    launches: FloatArray
+
+    @classmethod
+    def of(cls, seconds: Seconds) -> Total:
+        return cls(seconds.total, seconds.launches)
+
+    def plus(self, seconds: FloatArray) -> Total:
+        """Return the sum with `seconds` more of the device."""
+        return Total(self.total + seconds, self.launches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +143,7 @@ def norm_seconds(kernels: KernelCosts, tensor_bytes: FloatArray) -> tuple[FloatA
     return kernels.memory_seconds(2.5 * tensor_bytes), kernels.memory_seconds(5.0 * tensor_bytes)
 
 
-def norm_and_residual(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, FloatArray, FloatArray]:
+def norm_and_residual(train: Training, layout: LayerLayout, costs: Costs) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return the seconds of a block's norm in forward and in backward, and of the residual sum after the block.
 
     With n residual streams, kernels before the block read them twice and write their sum, and one after it reads and
@@ -205,7 +225,7 @@ class TensorCollectives:
     adapter: FloatArray | float = 0.0
 
     @classmethod
-    def from_layout(cls, train: Training, layout: Layout, costs: Costs) -> TensorCollectives:
+    def from_layout(cls, train: Training, layout: LayerLayout, costs: Costs) -> TensorCollectives:
         payload = train.value_bytes * train.model.hidden_size * layout.tokens(train.sequence)
         exposed = EXPOSED_SHARE if train.options.tp_comm_overlap else 1.0
         kinds = ("all_gather", "reduce_scatter", "all_reduce")
@@ -238,7 +258,7 @@ class TensorCollectives:
         return found + self.adapter
 
 
-def context_collective(mixer: Attention, train: Training, layout: Layout, costs: Costs) -> FloatArray:
+def context_collective(mixer: Attention, train: Training, layout: LayerLayout, costs: Costs) -> FloatArray:
     """Return the seconds to pass all keys and values around the context-parallel ranks once (ring attention).
 
     Where each pair of devices has a link of its own, a ring uses one link of a device, and other exchanges all of them
@@ -261,7 +281,9 @@ def context_collective(mixer: Attention, train: Training, layout: Layout, costs:
     return np.maximum(gathered, hops)
 
 
-def expert_dispatch(network: Experts, train: Training, layout: Layout, costs: Costs, share: float = 1.0) -> FloatArray:
+def expert_dispatch(
+    network: Experts, train: Training, layout: LayerLayout, costs: Costs, share: float = 1.0
+) -> FloatArray:
     """Return the seconds to dispatch `share` of the bytes of the tokens to the expert-parallel ranks, or to combine.
 
     A rank sends each token to the experts that it chooses. The flex dispatcher sends a token once to each node, whose

@@ -11,7 +11,7 @@ from flagcore.contracts import Costs, KernelCosts
 from flagcore.domain.model import Product
 from flagcore.domain.space import FloatArray
 from flagcore_training.adapters import base_bytes, beside_of
-from flagcore_training.layout import Layout, Training
+from flagcore_training.layout import LayerLayout, Training
 from flagcore_training.time.passes import Linear, linear
 
 LAUNCHES = 4.0
@@ -75,7 +75,7 @@ _MODULES = {"qkv_proj": "attention", "out_proj": "attention", "mixers": "mixer_o
 
 def product_time(
     train: Training,
-    layout: Layout,
+    layout: LayerLayout,
     costs: Costs,
     product: Product,
     rows: FloatArray | None = None,

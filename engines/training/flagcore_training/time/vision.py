@@ -3,13 +3,13 @@
 from flagcore_models.layers import layers_of
 
 from flagcore.contracts import Costs
-from flagcore_training.layout import Layout, Tower, Training
+from flagcore_training.layout import LayerLayout, Layout, StageLayout, Tower, Training
 from flagcore_training.time.layer import layer_time
 from flagcore_training.time.passes import Block, Seconds, StageTime, linear
 from flagcore_training.vision import tower_layout, tower_repeats, tower_training
 
 
-def tower_block(train: Training, tower: Tower, layout: Layout, costs: Costs) -> Block:
+def tower_block(train: Training, tower: Tower, layout: LayerLayout, costs: Costs) -> Block:
     """Return the time of the tower's layers and mergers. Nothing before frozen layers needs gradients."""
     vision, own, mesh = tower.vision, tower_training(tower, train), tower_layout(tower, layout)
     layer = layer_time(own, mesh, costs, layers_of(own.model)[0]) * float(vision.num_layers)
@@ -27,6 +27,6 @@ def tower_block(train: Training, tower: Tower, layout: Layout, costs: Costs) -> 
     )
 
 
-def tower_time(tower: Tower, layout: Layout, block: Block) -> StageTime:
+def tower_time(tower: Tower, layout: Layout | StageLayout, block: Block) -> StageTime:
     """Return the time of a tower with recompute, from its time without: `block`."""
     return block.recomputed(tower_repeats(tower, layout), layout.selective)
