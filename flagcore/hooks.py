@@ -48,11 +48,11 @@ class ChipHooks:
         """
 
     @hookspec
-    def flagcore_chips(self) -> Sequence[Chip] | None:
+    def flagcore_chips(self, name: str) -> Sequence[Chip] | None:
         """Return all chips that this plugin supports, including chips that are not in this machine.
 
         Figures are in SI units, each with its source. Figures that were neither published nor measured are left out.
-        Called once per command.
+        Called once per command and `name`: then only chips that may have this name are needed. Empty: all are.
         """
 
     @hookspec

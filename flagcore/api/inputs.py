@@ -384,11 +384,11 @@ def _unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iter
     sections: list[tuple[KeyPath, Any]] = [(("cluster",), cluster)]
     if isinstance(cluster, Mapping) and isinstance(cluster.get("groups"), list):
         sections = [(("cluster", "groups", place), group) for place, group in enumerate(cluster["groups"])]
-    chips = plugins.load_plugins(without).chips()
+    loaded = plugins.load_plugins(without)
     for at, section in sections:
         name = section.get("chip") if isinstance(section, Mapping) else None
-        if isinstance(name, str) and name != AUTO and not any(chip.matches_name(name) for chip in chips):
-            error_text, fix = _("is not supported by any installed plugin"), unknown_chip_hint(name, chips)
+        if isinstance(name, str) and name != AUTO and not any(chip.matches_name(name) for chip in loaded.chips(name)):
+            error_text, fix = _("is not supported by any installed plugin"), unknown_chip_hint(name, loaded.chips())
             yield spec_error((*at, "chip"), error_text, value=name, fix=fix, file=file)
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from importlib.metadata import EntryPoint
 from itertools import accumulate
 from threading import current_thread
@@ -38,6 +38,8 @@ UNMEASURED_RUN_SLOWDOWN = 1.15
 """The factor by which a run is slower than the core's roofline on a chip without measurements. Each published source
 gives a median ratio of measured to predicted times without fitted curves (0.94 to 1.7). This is the median over the
 sources."""
+FEW_NAMES = 3
+"""After so many names of chips, all chips are read. A choice."""
 GROUP = "flagcore.plugins"
 DISABLE_VARIABLE = "FLAGCORE_DISABLE_PLUGINS"
 
@@ -58,6 +60,7 @@ class LoadedPlugins:
         self._finders: dict[Device, str] = {}
         self._too_slow: set[str] = set()
         self._costs_of_parts: dict[str, Costs] = {}
+        self._catalogues: dict[str, dict[str, tuple[Chip, str]]] = {}
 
     @classmethod
     def of(cls, plugins: Mapping[str, object]) -> LoadedPlugins:
@@ -71,7 +74,7 @@ class LoadedPlugins:
 
     def find_chip(self, name: str) -> Chip | None:
         """Return the chip with this name or alias, or None. Letter case, spaces and dashes are ignored."""
-        return self._catalogue.get(normalize_name(name), (None, ""))[0]
+        return self._catalogue(normalize_name(name)).get(normalize_name(name), (None, ""))[0]
 
     def measured_chip(self, chip: Chip) -> Chip:
         """Return `chip` with figures that a plugin measured on this machine, if any."""
@@ -80,7 +83,7 @@ class LoadedPlugins:
 
     def owner(self, chip: str) -> str | None:
         """Return the name of the plugin that defines `chip` (a name or an alias), or None if there is none."""
-        return self._catalogue.get(normalize_name(chip), (None, None))[1]
+        return self._catalogue(normalize_name(chip)).get(normalize_name(chip), (None, None))[1]
 
     def devices(self, variables: Mapping[str, str] | None = None) -> tuple[Device, ...]:
         """Return the devices that all plugins find. Results are cached.
@@ -122,9 +125,9 @@ class LoadedPlugins:
         self._finders.update(dict.fromkeys(found, plugin.name))
         return found
 
-    def chips(self) -> tuple[Chip, ...]:
-        """Return the chips of all plugins. If two chips share a name or alias, the second is ignored. Cached."""
-        return tuple({chip.name: chip for chip, _ in self._catalogue.values()}.values())
+    def chips(self, name: str = "") -> tuple[Chip, ...]:
+        """Return all chips, or at least those with this (family) name. Of two with the same name, the second is ignored."""
+        return tuple({chip.name: chip for chip, _ in self._catalogue(normalize_name(name)).values()}.values())
 
     def published_runs(self) -> tuple[Mapping[str, Any], ...]:
         """Return the published runs of all plugins as job records."""
@@ -278,12 +281,13 @@ class LoadedPlugins:
         check: Callable[[object], Telemetry] = partial(validation.check_protocol, Telemetry)
         return self._first([chip] if chip else [], "flagcore_telemetry", check, device=device)
 
-    @cached_property
-    def _catalogue(self) -> dict[str, tuple[Chip, str]]:
-        """Each chip with the name of its plugin. The keys are all spellings of the chip's name and aliases."""
-        catalogue = dict[str, tuple[Chip, str]]()
-        for plugin in self.plugins:
-            for chip in self._call(plugin, "flagcore_chips", validation.several(Chip)) or ():
+    def _catalogue(self, name: str) -> dict[str, tuple[Chip, str]]:
+        """Each chip, or at least those with a normalized `name`, by all its spellings, with the name of its plugin."""
+        name = "" if "" in self._catalogues or len(self._catalogues) > FEW_NAMES else name
+        known = name in self._catalogues
+        catalogue = self._catalogues.setdefault(name, {})
+        for plugin in () if known else self.plugins:
+            for chip in self._call(plugin, "flagcore_chips", validation.several(Chip), name=name) or ():
                 self._add_chip(plugin, chip, catalogue)
         return catalogue
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.contracts import Engine, Platform, Problem
+from flagcore.domain.chip import normalize_name
 from flagcore.domain.engine import RefusedValues
 from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
@@ -325,12 +326,13 @@ def nearest_runs(
     """
     from flagcore.spec.jobs import read_job  # takes long to import
 
-    chips, engines, found = {group.chip.name for group in task.cluster.groups}, plugins.engines(), []
-    work = task.spec.work
+    names = {name for group in task.cluster.groups for name in group.chip.spellings}
+    work, engines, found = task.spec.work, plugins.engines(), []
     for record in loaded.published_runs() if work.has_steps else ():
         with suppress(FlagError, KeyError):
-            chip = loaded.find_chip(record["cluster"]["chip"])
-            if chip is None or (chip.name in chips) == others or record["kind"] != work.kind:
+            chip = record["cluster"]["chip"]
+            is_other = normalize_name(chip) not in names
+            if is_other != others or record["kind"] != work.kind or (others and not loaded.find_chip(chip)):
                 continue
             job = read_job(record, engines)
             found.append((distance(task, job), job, record))

@@ -181,7 +181,7 @@ def _threads() -> int:
 
 def _hook_calls(loaded: LoadedPlugins) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yield each hook with the arguments that the core passes, once per chip and engine."""
-    yield "flagcore_chips", {}
+    yield "flagcore_chips", {"name": ""}
     yield "flagcore_devices", {"environment": {**os.environ}}
     yield "flagcore_vendor", {"environment": {}}
     for chip in loaded.chips():

@@ -68,7 +68,7 @@ def module(check: str, statements: str, names: str, also: tuple[str, ...] = ()) 
 def foreign(name: str) -> Fault:
     """Let a hook answer for any vendor's chip as for its own."""
     subject = ARGUMENTS[name].split(", ")[0]
-    own_chip = "self.flagcore_chips()[0]"
+    own_chip = "self.flagcore_chips('')[0]"
     group = f"[replace(task.cluster.groups[0], chip={own_chip})]"
     before_text = {
         "chip": f"chip = {own_chip}",
@@ -324,7 +324,7 @@ MEASURED = (
     Fault("chip_names_are_own", CHIP, '["ACME A1"]', '["ACME A1", ACME cpu]', "plugin cpu"),
     Fault("transcripts_are_parsed", SOURCES, "  lists:", "  left_out: 2\n  lists:", "expected 2"),
     Fault("transcripts_are_parsed", "tests/smi/acme-smi-1.txt", "+---", "| 2    ACME A1                  | 0000:10:00.0         | 0%                    |\n| 40C  61W / 400W               | broken               |                       |\n+---", "expected 0"),
-    hook("topologies_fit_their_chips", "topology", "return own and topology_of(replace(group, chip=self.flagcore_chips()[0]))", "the user stated"),
+    hook("topologies_fit_their_chips", "topology", "return own and topology_of(replace(group, chip=self.flagcore_chips('')[0]))", "the user stated"),
     reading("telemetry_is_of_its_own_column", "{**figures, 'memory_used_bytes': 65536 * 2**20}", "all of its memory", also=("memory_models_are_plausible",)),
     Fault("transcripts_are_parsed", DISCOVER, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[0])", "120 MiB", also=("telemetry_is_of_its_own_column",)),
     Fault("transcripts_are_parsed", DISCOVER, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[1] / 2**20)", "expected 2 'ACME A1' with 65536 MiB"),

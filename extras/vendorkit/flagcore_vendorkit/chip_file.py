@@ -23,7 +23,8 @@ that `same_as` names also applies to the `chips`, for the reason that is the `so
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
@@ -44,17 +45,30 @@ KEYS = {"chip": "name", **{each.name: each.name for each in fields(Chip) if each
 
 
 @cache
-def load_chips(package: str) -> tuple[Chip, ...]:
-    """Return the chips in every `chips/*.yaml` of `package`, by file name. Raises SpecError for an invalid file."""
+def load_chips(package: str, name: str = "") -> tuple[Chip, ...]:
+    """Return the chips in every `chips/*.yaml` of `package`, by file name, or those whose text has a normalized `name`.
+
+    Raises SpecError for an invalid file of these chips.
+    """
     entries = sorted(files(package).joinpath("chips").iterdir(), key=lambda entry: entry.name)
-    contents = [
-        (file, read_yaml(text, file))
+    texts = [
+        (text, file)
         for entry in entries
         if entry.name.endswith(".yaml")
         for file, text in documents(entry.read_text("utf-8"), f"{package}/chips/{entry.name}")
     ]
-    by_name = {content.get("chip"): content for _, content in contents}
-    return tuple(_chip(_own(content, file, by_name), file) for file, content in contents)
+
+    def read(chip: object) -> Content:
+        """Return the content of the file of a chip that `same_as` names."""
+        contents = (_content(*each) for each in texts if str(chip) in each[0])
+        return next((each for each in contents if each.get("chip") == chip), {})
+
+    has_name = re.compile(r"(?:[^\w+]|_)*".join(map(re.escape, name))).search
+    chosen = [each for each in texts if has_name(each[0].casefold())]
+    return tuple(_chip(_own(_content(text, file), file, read), file) for text, file in chosen)
+
+
+_content = cache(read_yaml)
 
 
 def read_chip(text: str, file: str) -> Chip:
@@ -62,13 +76,13 @@ def read_chip(text: str, file: str) -> Chip:
     return _chip(read_yaml(text, file), file)
 
 
-def _own(content: Content, file: str, others: Mapping[Any, Content]) -> Content:
+def _own(content: Content, file: str, others: Callable[[object], Content]) -> Content:
     """Return the content of a chip file with the values of other chips for `{same_as: CHIP}`. Raises SpecError."""
     own = dict(content)
     for key, value in content.items():
         if isinstance(value, dict) and "same_as" in value:
             name = value["same_as"]
-            own[key] = others.get(name, {}).get(key)
+            own[key] = others(name).get(key)
             if value.keys() != {"same_as"} or not isinstance(own[key], dict) or "same_as" in own[key]:
                 problem = f"must be the only key, and name a chip of this plugin with a {key} of its own"
                 raise SpecError(file=file, key=f"{key}.same_as", value=name, problem=problem)

@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from flagcore.contracts import KernelCosts, MemoryModel, Telemetry
-from flagcore.domain.chip import Chip, Device, Source, Support
+from flagcore.domain.chip import Chip, Device, Source, Support, normalize_name
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import DeviceResource, EngineSupport, TaskAdvice
 from flagcore.domain.knob import Knob
@@ -71,8 +71,8 @@ class VendorPlugin:
         return Readings(self.detector) if self.detector else None
 
     @hookimpl
-    def flagcore_chips(self) -> Sequence[Chip]:
-        return load_chips(self.package)
+    def flagcore_chips(self, name: str) -> Sequence[Chip]:
+        return load_chips(self.package, name.removeprefix(normalize_name(self.vendor)))
 
     @hookimpl
     def flagcore_published_runs(self) -> Sequence[Mapping[str, Any]]:
@@ -186,7 +186,7 @@ class VendorPlugin:
 
     @hookimpl
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:
-        known = any(chip.has_name(device.chip) for chip in self.flagcore_chips())
+        known = any(chip.has_name(device.chip) for chip in self.flagcore_chips(normalize_name(device.chip)))
         return DeviceReading(self._readings, device.index) if self._readings and known else None
 
 

@@ -139,6 +139,19 @@ def test_a_chip_has_the_value_and_the_source_of_another(tmp_path: Path, monkeypa
     assert second.memory_bandwidth_bytes_per_second is None
 
 
+def test_a_name_selects_the_chips_that_may_have_it_whatever_else_is_invalid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chips_of(tmp_path, monkeypatch, 'aliases: ["Acme x-2_b+"]\nmemory_bytes: {same_as: X1}')
+    (tmp_path / "chips_of_acme" / "chips" / "x3.yaml").write_text("chip: X3\nvendor: [\n")
+    load_chips.cache_clear()
+    for name, found in (("x1", ["X1", "X2"]), ("x2b+", ["X2"]), ("acmex2b", ["X2"]), ("x9", [])):
+        assert [chip.name for chip in load_chips("chips_of_acme", name)] == found
+    assert load_chips("chips_of_acme", "x2b")[0].memory_bytes == load_chips("chips_of_acme", "x1")[0].memory_bytes
+    with pytest.raises(SpecError):
+        load_chips("chips_of_acme", "x3")
+
+
 def test_a_file_of_a_series_has_a_document_for_each_chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     series = "---\nchip: X2-Lite\nvendor: acme\nmemory_bytes: {same_as: X1}\n"
     first, second, third = chips_of(tmp_path, monkeypatch, series)

@@ -116,10 +116,9 @@ def _of_vendor(devices: tuple[Device, ...], spec: Spec, plugins: LoadedPlugins) 
 
 
 def _find_chip(name: str, key: str, plugins: LoadedPlugins) -> Chip:
-    chips = plugins.chips()
-    if found := next((chip for chip in chips if chip.matches_name(name)), None):
+    if found := next((chip for chip in plugins.chips(name) if chip.matches_name(name)), None):
         return found
-    names = {"key": key, "chip": name, "hint": unknown_chip_hint(name, chips)}
+    names = {"key": key, "chip": name, "hint": unknown_chip_hint(name, plugins.chips())}
     raise NoDevice(_("{key} = {chip!r} is not supported by any installed plugin; {hint}", **names))
 
 

@@ -60,5 +60,5 @@ def test_the_links_of_a_server_are_a_full_mesh() -> None:
 
 
 def test_each_communicator_of_hccl_takes_its_buffers() -> None:
-    model = given(plugin.flagcore_memory_model(group_of(plugin.flagcore_chips()[0]), "megatron", "train"))
+    model = given(plugin.flagcore_memory_model(group_of(plugin.flagcore_chips("")[0]), "megatron", "train"))
     assert communicator_bytes(model) == 400 * 2**20

@@ -24,7 +24,7 @@ class TestCambricon(PluginConformance):
 def test_the_reason_that_an_engine_does_not_run_on_a_chip_is_shown() -> None:
     reasons = {
         chip.name: support.reason
-        for chip in plugin.flagcore_chips()
+        for chip in plugin.flagcore_chips("")
         if (support := plugin.flagcore_engine_support(chip, "vllm", None, "serve")) is not None
     }
     assert "above the MLU370" in reasons["MLU370-X8"]
@@ -46,11 +46,11 @@ def test_between_bridge_groups_a_device_has_its_share_of_pcie_and_between_nodes_
 
 
 def chip(name: str) -> Chip:
-    return next(chip for chip in plugin.flagcore_chips() if chip.name == name)
+    return next(chip for chip in plugin.flagcore_chips("") if chip.name == name)
 
 
 def test_the_published_times_of_the_mlu590_m9_predict_its_kernels() -> None:
-    (chip,) = (each for each in plugin.flagcore_chips() if each.name == "MLU590-M9")
+    (chip,) = (each for each in plugin.flagcore_chips("") if each.name == "MLU590-M9")
     costs = given(plugin.flagcore_kernel_costs(chip, "train"))
     size = np.array([8192.0])
     assert 2 * 8192**3 / costs.gemm_seconds(size, size, size, "bf16") == pytest.approx(221e12, rel=0.05)
@@ -61,7 +61,7 @@ def test_the_published_times_of_the_mlu590_m9_predict_its_kernels() -> None:
 
 @pytest.mark.parametrize(("engine", "knobs"), [("megatron", 2), ("vllm", 3), ("sglang", 0)])
 def test_knobs_of_the_vendors_software_set_variables(engine: str, knobs: int) -> None:
-    found = plugin.flagcore_knobs(plugin.flagcore_chips()[0], engine, None) or ()
+    found = plugin.flagcore_knobs(plugin.flagcore_chips("")[0], engine, None) or ()
     assert len([knob for knob in found if knob.name.startswith("mlu_")]) == knobs
     assert all(effect.environment for knob in found for effect in knob.effects.values())
 

@@ -51,7 +51,7 @@ class CpuPlugin(VendorPlugin):
     """The plugin's hooks, which describe the processor of this machine."""
 
     @hookimpl
-    def flagcore_chips(self) -> Sequence[Chip]:
+    def flagcore_chips(self, name: str) -> Sequence[Chip]:
         return self._chips(measure=False)
 
     @hookimpl
@@ -82,7 +82,7 @@ class CpuPlugin(VendorPlugin):
 
     @hookimpl
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:
-        known = any(chip.has_name(device.chip) for chip in self.flagcore_chips())
+        known = any(chip.has_name(device.chip) for chip in self.flagcore_chips(""))
         return MachineReading() if known else None
 
 

@@ -236,7 +236,7 @@ def read(folder: Path, blocks: list[str]) -> Processor | None:
 
 
 def known_chip() -> Chip:
-    (chip,) = plugin.flagcore_chips()
+    (chip,) = plugin.flagcore_chips("")
     return chip
 
 

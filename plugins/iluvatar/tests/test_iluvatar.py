@@ -21,12 +21,12 @@ class TestIluvatar(PluginConformance):
 
 
 def test_a_contradictory_figure_is_left_out() -> None:
-    (chip,) = (chip for chip in plugin.flagcore_chips() if chip.name == "MR-V100")
+    (chip,) = (chip for chip in plugin.flagcore_chips("") if chip.name == "MR-V100")
     assert "int8" not in chip.dense_flops_per_second
 
 
 def test_chips_without_published_collectives_use_those_of_the_same_library_and_link() -> None:
-    costs = [collectives(plugin, chip.name) for chip in plugin.flagcore_chips() if chip.link]
+    costs = [collectives(plugin, chip.name) for chip in plugin.flagcore_chips("") if chip.link]
     times = [[collective_seconds(each, "all_reduce", 2**24, ranks) for ranks in (2, 8)] for each in costs]
     assert times == [times[0]] * 4
 
@@ -40,7 +40,7 @@ def test_published_collectives_of_two_devices_are_predicted_and_more_devices_tak
 
 
 def test_vllm_gets_the_variable_for_graphs_and_captures_decoding_only() -> None:
-    (chip,) = (chip for chip in plugin.flagcore_chips() if chip.name == "BI-V150")
+    (chip,) = (chip for chip in plugin.flagcore_chips("") if chip.name == "BI-V150")
     loaded = LoadedPlugins.of({"iluvatar": plugin})
     assert loaded.environment(chip, "vllm")["VLLM_ENFORCE_CUDA_GRAPH"] == "1"
     rules = loaded.check_task(task_on(chip, "vllm")).rules
@@ -50,7 +50,7 @@ def test_vllm_gets_the_variable_for_graphs_and_captures_decoding_only() -> None:
 
 
 def test_tensor_parallel_overlap_is_a_knob_of_split_layers() -> None:
-    knobs = {knob.name: knob for knob in plugin.flagcore_knobs(plugin.flagcore_chips()[0], "megatron", None) or ()}
+    knobs = {knob.name: knob for knob in plugin.flagcore_knobs(plugin.flagcore_chips("")[0], "megatron", None) or ()}
     overlap = knobs["iluvatar_tp_overlap"]
     assert [(each.knob, each.at_least) for each in overlap.requires] == [("tensor_model_parallel_size", 2)]
     assert overlap.effects[True].environment["ENABLE_TORCH_TP_OVERLAP"] == "1"

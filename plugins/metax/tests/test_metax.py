@@ -120,7 +120,7 @@ def test_a_pair_across_the_islands_of_a_c500_is_slower_than_a_pair_inside() -> N
 
 
 def chip(name: str) -> Chip:
-    return next(chip for chip in plugin.flagcore_chips() if chip.name == name)
+    return next(chip for chip in plugin.flagcore_chips("") if chip.name == name)
 
 
 TEXTS = saved_outputs(Path(__file__).parent / "smi")
@@ -132,7 +132,7 @@ def test_another_vendors_mx_smi_is_distinguished() -> None:
 
 def test_a_rebranded_device_stays_unknown() -> None:
     (row,) = discover.read(TEXTS["ht-smi-1.txt"]).rows
-    assert not any(chip.has_name(row.device.chip) for chip in plugin.flagcore_chips())
+    assert not any(chip.has_name(row.device.chip) for chip in plugin.flagcore_chips(""))
 
 
 def test_the_board_number_is_not_the_gpu_index() -> None:
@@ -179,7 +179,7 @@ def test_four_devices_share_two_adapters_and_the_storage_adapters_are_unassigned
 
 def test_devices_of_another_detector_match_the_catalogue() -> None:
     found = json.loads(TEXTS["detect-gpustack-1.json"])
-    (chip,) = {chip.name for each in found for chip in plugin.flagcore_chips() if chip.has_name(each["name"])}
+    (chip,) = {chip.name for each in found for chip in plugin.flagcore_chips("") if chip.has_name(each["name"])}
     assert chip == "C500"
     assert {each["memory"] for each in found} == {65536}
     (topology,) = json.loads(TEXTS["topology-gpustack-1.json"])

@@ -40,7 +40,7 @@ def test_memory_that_the_driver_does_not_report_stays_unknown() -> None:
 
 
 def test_collective_buffers_are_counted_for_more_than_one_device() -> None:
-    chip = plugin.flagcore_chips()[0]
+    chip = plugin.flagcore_chips("")[0]
     groups = (NodeGroup(chip=chip, nodes=1, devices_per_node=devices) for devices in (1, 2, 8))
     models = [plugin.flagcore_memory_model(group, "megatron", "train") for group in groups]
     alone, pair, eight = (model.context_bytes for model in models if model is not None)
@@ -119,7 +119,7 @@ def test_weights_are_served_only_in_formats_that_the_chip_has_kernels_for(model:
 
 def test_only_recipes_of_the_newest_chips_have_graphs() -> None:
     def settings(name: str) -> Mapping[str, KnobValue]:
-        (chip,) = (each for each in plugin.flagcore_chips() if each.name == name)
+        (chip,) = (each for each in plugin.flagcore_chips("") if each.name == name)
         support = plugin.flagcore_engine_support(chip, "megatron", None, "train")
         assert support
         assert support.stack
@@ -280,7 +280,7 @@ SHEET = read_kernels(read("kernels.jsonl"), "kernels.jsonl", read_provenance(rea
 
 
 def chip_named(name: str) -> Chip:
-    return next(chip for chip in plugin.flagcore_chips() if chip.name == name)
+    return next(chip for chip in plugin.flagcore_chips("") if chip.name == name)
 
 
 def costs_of(name: str) -> KernelCosts:
@@ -345,7 +345,7 @@ def test_large_fp32_products_are_as_fast_as_measured(name: str, measured: float)
 
 
 def test_a_slower_chip_is_never_predicted_clearly_faster() -> None:
-    chips = plugin.flagcore_chips()
+    chips = plugin.flagcore_chips("")
     known = {chip.name: plugin.flagcore_kernel_costs(chip, "megatron") for chip in chips}
     for old, new in permutations(chips, 2):
         for precision in ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"):

@@ -97,7 +97,7 @@ def test_an_exclusive_device_with_a_process_is_blocked(tool: str, printed: str) 
 
 def test_a_full_mesh_of_ht_links_is_one_island() -> None:
     plugin = import_module("flagcore_metax.hooks").plugin
-    (chip,) = (chip for chip in plugin.flagcore_chips() if chip.name == "C500")
+    (chip,) = (chip for chip in plugin.flagcore_chips("") if chip.name == "C500")
     with fakes.machine({"ht-smi": fakes.prints(HT_MESH)}):
         topology = plugin.flagcore_topology(NodeGroup(chip=chip, nodes=1, devices_per_node=8))
     assert [level.devices for level in topology.levels] == [8]
@@ -112,7 +112,7 @@ H200 = saved_outputs(Path(__file__).parents[3] / "plugins/nvidia/tests/smi")["nv
 
 
 def chip(plugin: Any, name: str) -> Chip:
-    return next(each for each in plugin.flagcore_chips() if each.name == name)
+    return next(each for each in plugin.flagcore_chips("") if each.name == name)
 
 
 def adapters(root: Path, gigabits: float) -> Path:

@@ -46,7 +46,7 @@ class Vendor:
 
     def support(self, engine: str = "vllm", kind: str = "serve") -> EngineSupport:
         plugin = import_module(f"flagcore_{self.name}.hooks").plugin
-        support: EngineSupport = plugin.flagcore_engine_support(plugin.flagcore_chips()[0], engine, None, kind)
+        support: EngineSupport = plugin.flagcore_engine_support(plugin.flagcore_chips("")[0], engine, None, kind)
         return support
 
     @property

@@ -48,10 +48,9 @@ class ExtendedPlugins(LoadedPlugins, Named):
         self._calibrated_on_few: set[str] = set()
         self._support: dict[str, EngineSupport] = {}
 
-    @cached_property
-    def _catalogue(self) -> dict[str, tuple[Chip, str]]:
+    def _catalogue(self, name: str) -> dict[str, tuple[Chip, str]]:
         """The chips of the plugins, and the calibrated chips that no plugin lists."""
-        catalogue = super()._catalogue
+        catalogue = super()._catalogue(name)
         saved: tuple[tuple[Path, Calibration], ...] = ()
         with suppress(RunError):  # the error is reported when the calibration's times are read
             saved = self._calibrations.all()
