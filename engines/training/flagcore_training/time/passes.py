@@ -48,9 +48,10 @@ and calls autograd again. As `layer.REPEATED_LAUNCHES` of attention's; timed wit
 linear layer of torch (megatron-core 0.16.1 `CheckpointWithoutOutput`)."""
 
 
-def repeated_module(train: Training, layout: Layout, seconds: FloatArray, *parts: str) -> Seconds:
+def repeated_module(train: Training, layout: LayerLayout, seconds: FloatArray, *parts: str) -> Seconds:
     """Return the time of a recomputed module, which a CUDA graph launches that has one of `parts`."""
-    return Seconds.from_compute(seconds, launches=MODULE_LAUNCHES * ~is_captured(train, layout, *parts))
+    launches = np.where(is_captured(train, layout, *parts), 0.0, MODULE_LAUNCHES)
+    return Seconds.from_compute(seconds, launches=launches)
 
 
 @dataclass(frozen=True, slots=True)
