@@ -58,23 +58,6 @@ class Vision:
         """The number of prompt tokens of the largest image."""
         return self.max_pixels // (self.patch_size * self.merge_size) ** 2
 
-    @property
-    def layer_weights(self) -> float:
-        """The number of weights in all layers."""
-        matrices = 3 if self.gated_linear_unit else 2
-        return float(self.num_layers * (4 * self.hidden_size**2 + matrices * self.hidden_size * self.ffn_hidden_size))
-
-    @property
-    def merger_weights(self) -> float:
-        """The number of weights in all mergers. Each merger has two matrices."""
-        merged = self.hidden_size * self.merge_size**2
-        return float(self.mergers * merged * (merged + self.output_size))
-
-    @property
-    def weights(self) -> float:
-        """The number of weights in the tower: layers, mergers and patch embedding."""
-        return self.layer_weights + self.merger_weights + self.channels * self.patch_size**2 * self.hidden_size
-
 
 @dataclass(frozen=True, slots=True)
 class Output:

@@ -9,7 +9,7 @@ from operator import add
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from flagcore_models.layers import depth_layer, experts_of
+from flagcore_models.layers import depth_of, experts_of
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
@@ -22,7 +22,7 @@ from flagcore_training.stages import Stage, StageGroups
 from flagcore_training.time.layer import embedding_time, head_time, layer_time
 from flagcore_training.time.passes import Block, Seconds, StageTime, Total
 from flagcore_training.time.vision import tower_block, tower_time
-from flagcore_training.weights import layer_parameters, own_depths, own_share, stage_parameters
+from flagcore_training.weights import layer_parameters, own_share, stage_parameters
 
 ACCUMULATION_BYTES = {True: 8.0, False: 12.0}
 """Memory traffic in bytes per parameter and micro-batch to add a weight gradient to its fp32 buffer. Counted.
@@ -93,7 +93,7 @@ def _parts(train: Training, layout: LayerLayout, costs: Costs) -> Parts:
     described = [*layer_kinds(train.model).layers]
     layers = [layer_time(train, layout, costs, each) for each in described]
     if train.model.mtp_num_layers:
-        depth, own = depth_layer(train.model), train.of_depths
+        depth, own = depth_of(train.model).layer, train.of_depths
         is_known = own is train and depth in described
         layers.append(layers[described.index(depth)] if is_known else layer_time(own, layout, costs, depth))
         described.append(depth)
@@ -209,7 +209,7 @@ def stage_work(
     weights whose gradients are added to their buffers by kernels of their own."""
     numbers, shares = stage.numbers, [own_share(train.model)] * len(stage.numbers)
     if train.model.mtp_num_layers:
-        numbers, shares = (*numbers, stage.mtp), [*shares, own_depths(train.model)]
+        numbers, shares = (*numbers, stage.mtp), [*shares, depth_of(train.model).own]
     found = []
     for group in _groups(train):
         blocks, counts = parts.layers[group], numbers[group]

@@ -1,0 +1,54 @@
+"""The embedding, and the final norm with the output head and the loss."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flagcore.domain.model import Part, Product
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedding(Part):
+    """A table with a row of the hidden size for each token of the `vocabulary`. Tensor-parallel ranks divide the rows.
+
+    A pass moves the row of a token `passes` times: it is read and written; its gradient is added to that of the table.
+    It saves the token ids. `launches`: the kernels of a pass, counted in megatron-core 0.16 `layers.py`.
+    """
+
+    label = "Embedding"
+    kind = "embedding"
+    passes: ClassVar[tuple[float, float]] = (2.0, 3.0)
+    launches: ClassVar[float] = 6.0
+
+    vocabulary: int
+
+    def products(self, hidden_size: int) -> tuple[Product, ...]:
+        table = Product(
+            inputs=self.vocabulary, outputs=hidden_size, split="inputs", adapts=False, component="embedding", group=""
+        )
+        return (table,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head(Part):
+    """The final norm of `width` elements, the product with the vocabulary, and the loss.
+
+    `tied`: whether its table is that of the embedding, in models that are not divided into stages. Per logit, the loss
+    moves 8 elements of 16 bits forward and 4 backward: logits are written in 16 and 32 bits, read for the maximum and
+    the sum, and converted to their gradient (megatron-core 0.16 `cross_entropy.py`). `launches`: kernels of a pass.
+    """
+
+    label = "Output"
+    kind = "head"
+    passes: ClassVar[tuple[float, float]] = (8.0, 4.0)
+    launches: ClassVar[float] = 20.0
+
+    vocabulary: int
+    width: int
+    tied: bool = False
+
+    def products(self, hidden_size: int) -> tuple[Product, ...]:
+        return (Product(inputs=hidden_size, outputs=self.vocabulary, adapts=False, component="output_head", group=""),)
+
+    @property
+    def norms(self) -> tuple[int, ...]:
+        return (self.width,)
