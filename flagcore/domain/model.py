@@ -131,13 +131,14 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of a layer, between two residual streams: a mixer or a feed-forward network (`kind`: "dense", "experts").
+    """A part of a layer, between two residual streams: a mixer or a feed-forward network (`kind`: "dense", "experts"),
+    or a part of a model outside of them (norms, tables).
 
     Subclasses are one file each, with the sources of their formulas. All numbers are for one layer of the whole model.
     """
 
     label: ClassVar[str] = ""
-    kind: ClassVar[str] = "mixer"
+    kind: ClassVar[str] = ""
 
     def products(self, hidden_size: int) -> tuple[Product, ...]:
         """Return the matrix products of a layer between residual streams of `hidden_size` elements."""
@@ -182,6 +183,7 @@ class Mixer(Part):
     cache, a state or scores.
     """
 
+    kind: ClassVar[str] = "mixer"
     chunk: ClassVar[int] = 64
     """Tokens between two states that kernels store, where they process a sequence in chunks."""
 

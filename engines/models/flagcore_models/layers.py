@@ -163,13 +163,8 @@ def depth_of(model: Model) -> Depth:
     mixer = next((each for each in reversed(mixers) if isinstance(each, Attention)), mixers[-1] if mixers else None)
     experts = None if model.mtp_dense else experts_of(model)
     layer = Layer(mixer=mixer, network=experts or dense_of(model))
-    sizes = {"width": model.hidden_size, "count": model.mtp_num_layers}
-    return Depth(layer=layer, shared=model.mtp_use_repeated_layer, **sizes)
-
-
-def norm_of(model: Model) -> Norm:
-    """Return the norm before each mixer and network of a model."""
-    return Norm(width=model.hidden_size)
+    shared, width = model.mtp_use_repeated_layer, model.hidden_size
+    return Depth(layer=layer, shared=shared, width=width, count=model.mtp_num_layers)
 
 
 def streams_of(model: Model) -> Streams | None:
@@ -180,7 +175,7 @@ def streams_of(model: Model) -> Streams | None:
 
 def around(model: Model) -> tuple[Norm, ...]:
     """Return what is around each mixer and network of a model: a norm, and residual streams if it has several."""
-    return tuple(each for each in (norm_of(model), streams_of(model)) if each is not None)
+    return (Norm(width=model.hidden_size), *filter(None, [streams_of(model)]))
 
 
 def weights_around(model: Model, part: Part) -> int:
@@ -195,8 +190,8 @@ def embedding_of(model: Model) -> Embedding:
 
 def head_of(model: Model) -> Head:
     """Return the output head of a model, with the final norm and the loss."""
-    tied = not model.untie_embeddings_and_output_weights
-    return Head(vocabulary=model.vocab_size, width=model.hidden_size, tied=tied)
+    shared = not model.untie_embeddings_and_output_weights
+    return Head(vocabulary=model.vocab_size, width=model.hidden_size, tied=shared)
 
 
 def own_embeddings(model: Model) -> LayerEmbeddings | None:
@@ -214,8 +209,8 @@ def layer_embeddings(model: Model) -> tuple[Product, ...]:
 def table_products(model: Model) -> tuple[Product, ...]:
     """Return the products outside layers: the embedding, the output head unless it is tied, and those of the layers'
     own embeddings."""
-    ends: tuple[Part, ...] = (embedding_of(model), *[head_of(model)] * (not head_of(model).tied))
-    return (*(each for part in ends for each in part.products(model.hidden_size)), *layer_embeddings(model))
+    (table,), (head,) = (part.products(model.hidden_size) for part in (embedding_of(model), head_of(model)))
+    return (table, *[head] * (not head_of(model).tied), *layer_embeddings(model))
 
 
 @lru_cache(maxsize=256)

@@ -14,7 +14,6 @@ class Depth(Part):
     """
 
     label = "MTP"
-    kind = "mtp"
 
     layer: Layer
     width: int

@@ -16,7 +16,6 @@ class LayerEmbeddings(Part):
     """
 
     label = "Layer embeddings"
-    kind = "embedding"
 
     vocabulary: int
     layers: int

@@ -15,7 +15,6 @@ class Norm(Part):
     """
 
     label = "Norm"
-    kind = "norm"
     passes: ClassVar[tuple[float, float]] = (2.5, 5.0)
 
     width: int
@@ -42,5 +41,5 @@ class Streams(Norm):
 
     @property
     def moved(self) -> float:
-        """Elements per element of the hidden size that a forward pass reads and writes. 0 for a single stream."""
-        return 4.0 * self.count - 1.0 if self.count > 1 else 0.0
+        """Elements per element of the hidden size that a forward pass reads and writes."""
+        return 4.0 * self.count - 1.0

@@ -1,9 +1,12 @@
 """The embedding, and the final norm with the output head and the loss."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from flagcore.domain.model import Part, Product
+
+_table = partial(Product, adapts=False, group="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,17 +18,13 @@ class Embedding(Part):
     """
 
     label = "Embedding"
-    kind = "embedding"
     passes: ClassVar[tuple[float, float]] = (2.0, 3.0)
     launches: ClassVar[float] = 6.0
 
     vocabulary: int
 
     def products(self, hidden_size: int) -> tuple[Product, ...]:
-        table = Product(
-            inputs=self.vocabulary, outputs=hidden_size, split="inputs", adapts=False, component="embedding", group=""
-        )
-        return (table,)
+        return (_table(inputs=self.vocabulary, outputs=hidden_size, split="inputs", component="embedding"),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,6 @@ class Head(Part):
     """
 
     label = "Output"
-    kind = "head"
     passes: ClassVar[tuple[float, float]] = (8.0, 4.0)
     launches: ClassVar[float] = 20.0
 

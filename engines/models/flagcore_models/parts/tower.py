@@ -14,7 +14,6 @@ class VisionTower(Part):
     `mergers` networks of two products. Biases and norms do not count."""
 
     label = "Vision tower"
-    kind = "vision"
 
     vision: Vision
 

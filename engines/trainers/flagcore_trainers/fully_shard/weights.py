@@ -23,7 +23,6 @@ from flagcore_models.layers import (
     layer_embeddings,
     layers_of,
     mixer_counts,
-    norm_of,
     product_counts,
     table_products,
     without_repeats,
@@ -274,7 +273,7 @@ def _padded(rows: Rows, ranks: FloatArray) -> FloatArray:
 def small_weights(model: Model, most: float) -> int:
     """Return the number of weights in tensors of at most `most` elements, which each rank of ZeRO 3 keeps whole."""
     own = without_repeats(model)
-    sizes = [(head_of(model).norm_weights, 1), (norm_of(model).norm_weights, connections(model))]
+    sizes = [(head_of(model).norm_weights, 1), (around(model)[0].norm_weights, connections(model))]
     sizes += [(mixer.other_weights, number) for mixer, number in mixer_counts(own).items()]
     products = Counter(product_counts(own)) + Counter(table_products(model))
     for product, number in products.items():

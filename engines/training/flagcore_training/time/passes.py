@@ -101,17 +101,6 @@ class Block(ArrayRecord):
     weight: FloatArray
     repeated: Seconds
 
-    def recomputed(self, share: FloatArray, selective: FloatArray) -> StageTime:
-        """Return the times with recompute: in full of a `share` of the layers, and selective of the others.
-
-        Full recompute repeats the forward pass with its collectives before the backward pass. `selective` is 1 if the
-        named modules of the other layers are repeated, else 0.
-        """
-        backward = self.backward
-        for extra, times in ((self.forward, share), (self.repeated, selective * (1.0 - share))):
-            backward = backward + extra * times if times.any() else backward
-        return StageTime(self.forward, backward, self.weight)
-
 
 @dataclass(frozen=True, slots=True)
 class StageTime(ArrayRecord):

@@ -21,7 +21,8 @@ from flagcore_training.memory.stored_activations import offloaded_bytes
 from flagcore_training.stages import Stage, StageGroups
 from flagcore_training.time.layer import embedding_time, head_time, layer_time
 from flagcore_training.time.passes import Block, Seconds, StageTime, Total
-from flagcore_training.time.vision import tower_block, tower_time
+from flagcore_training.time.vision import tower_block
+from flagcore_training.vision import tower_repeats
 from flagcore_training.weights import layer_parameters, own_share, stage_parameters
 
 ACCUMULATION_BYTES = {True: 8.0, False: 12.0}
@@ -173,12 +174,9 @@ class Work(ArrayRecord, Generic[S]):
         forward, backward = self.forward, self.backward
         if share.any():
             backward = backward + self.again * share
-        waits = launch_wait(forward.total, forward.launches, host.launch_s, host.forward)
-        busy = backward.total + self.weight
-        return (
-            forward.plus(waits),
-            backward.plus(launch_wait(busy, backward.launches, host.launch_s, host.backward)),
-        )
+        busy, launch_s = backward.total + self.weight, host.launch_s
+        forward = forward.plus(launch_wait(forward.total, forward.launches, launch_s, host.forward))
+        return forward, backward.plus(launch_wait(busy, backward.launches, launch_s, host.backward))
 
     def busy(self, share: FloatArray, host: Host) -> FloatArray:
         """Return the seconds of both passes, with weight gradients."""
@@ -195,11 +193,6 @@ def work_of(layers: Block, selective: FloatArray, ends: StageTime | None = None)
     if ends is not None:
         forward, backward, weight = forward + ends.forward, backward + ends.backward, weight + ends.weight
     return Work(forward, backward, weight, again)
-
-
-def end_work(end: StageTime) -> Work[Seconds]:
-    """Return the work of an end of a model, which is not recomputed."""
-    return Work(end.forward, end.backward, end.weight, end.forward * 0.0)
 
 
 def stage_work(
@@ -252,8 +245,9 @@ def stage_time(
 def _tower_work(train: Training, layout: Layout | StageLayout, tower: Block) -> Work[Seconds]:
     """Return the work of the vision tower, with its recompute."""
     assert train.tower is not None
-    work = end_work(tower_time(train.tower, layout, tower))
-    return replace(work, weight=np.zeros_like(work.weight)) if train.options.adapter else work
+    work = work_of(tower, layout.selective)
+    backward = work.backward + work.again * tower_repeats(train.tower, layout)
+    return Work(work.forward, backward, work.weight * (train.options.adapter is None), work.again * 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,20 +342,10 @@ def _summed(work: Work[Seconds]) -> Work[Total]:
 def _stages_of_parts(train: Training) -> Stage:
     """Return five stages, each with one part of the model, in the order of `WorkTable`: fields of shape (5, 1)."""
     layer, leading, first, last, mtp = np.eye(5)[:, :, None]
-    return Stage(
-        first=first,
-        last=last,
-        final_norm=last,
-        layers=layer + leading,
-        leading=leading,
-        mtp=mtp * train.model.mtp_num_layers,
-        numbers=layer_kinds(train.model).mean(layer + leading, leading),
-        index=0.0 * first,
-        chunk=layer + leading,
-        in_flight=0.0 * first,
-        deferred=0.0 * first,
-        copies=np.ones_like(first),
-    )
+    zeros, layers = np.zeros_like(first), layer + leading
+    ends = {"first": first, "last": last, "final_norm": last, "mtp": mtp * train.model.mtp_num_layers}
+    sizes = {"layers": layers, "leading": leading, "numbers": layer_kinds(train.model).mean(layers, leading)}
+    return Stage(**ends, **sizes, index=zeros, chunk=layers, in_flight=zeros, deferred=zeros, copies=zeros + 1.0)
 
 
 def _mapped(function: Callable[..., Any], *values: V) -> V:

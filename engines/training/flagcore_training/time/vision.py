@@ -6,10 +6,10 @@ from operator import add
 from flagcore_models.parts.tower import VisionTower
 
 from flagcore.contracts import Costs
-from flagcore_training.layout import LayerLayout, Layout, StageLayout, Tower, Training
+from flagcore_training.layout import LayerLayout, Tower, Training
 from flagcore_training.time.layer import layer_time
-from flagcore_training.time.passes import Block, Seconds, StageTime, linear
-from flagcore_training.vision import tower_layout, tower_repeats, tower_training
+from flagcore_training.time.passes import Block, Seconds, linear
+from flagcore_training.vision import tower_layout, tower_training
 
 
 def tower_block(train: Training, tower: Tower, layout: LayerLayout, costs: Costs) -> Block:
@@ -32,8 +32,3 @@ def tower_block(train: Training, tower: Tower, layout: LayerLayout, costs: Costs
         products.weight_gradient * (not tower.frozen_mergers),
         Seconds.from_compute(0.0 * products.forward),
     )
-
-
-def tower_time(tower: Tower, layout: Layout | StageLayout, block: Block) -> StageTime:
-    """Return the time of a tower with recompute, from its time without: `block`."""
-    return block.recomputed(tower_repeats(tower, layout), layout.selective)
