@@ -3,8 +3,7 @@
 A test compares the numbers with modules that megatron-core 0.16 builds.
 """
 
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 from flagcore_models.layers import (
@@ -27,7 +26,7 @@ from flagcore.domain.prediction import ModelPart
 from flagcore.domain.space import FloatArray
 from flagcore_training.adapters import adapter_weights
 from flagcore_training.kinds import layer_kinds
-from flagcore_training.layout import LayerSizes, Layout, Training
+from flagcore_training.layout import LayerSizes, Training
 from flagcore_training.stages import Stage
 from flagcore_training.vision import tower_flops, tower_weights
 
@@ -122,7 +121,8 @@ def depth_parameters(train: Training, layout: LayerSizes) -> Parts:
     """
     depth = depth_of(train.model)
     layer = layer_parameters(train, layout, depth.layer)
-    extra_weights = (depth.weights - depth.norm_weights) / layout.tensor + depth.norm_weights
+    joined = sum(each.weights for each in depth.products(train.model.hidden_size))
+    extra_weights = joined / layout.tensor + depth.norm_weights
     dense = sum((count for name, count in layer.items() if name not in EXPERT_PARTS + ADAPTER_PARTS), extra_weights)
     return {"mtp": dense, "experts": layer.get("experts", np.zeros_like(dense))}
 
@@ -163,7 +163,7 @@ def model_flops(train: Training) -> float:
     depth, (head,) = depth_of(model), head_of(model).products(model.hidden_size)
     if depth.layer.mixer is not None:
         scores += depth.count * depth.layer.mixer.core_flops(sequence) / 2.0
-    mtp = depth.count * (sum(_used_weights(model, part) for part in depth.layer.parts) + depth.weights)
+    mtp = depth.count * (sum(_used_weights(model, part) for part in (depth, *depth.layer.parts)) + depth.norm_weights)
     weights = layers + mtp + head.weights * (1 + depth.count)
     flops_per_weight = 4.0 if train.options.adapter else 6.0
     of_tower = 0.0 if train.tower is None else train.global_batch * tower_flops(train.tower)
@@ -186,7 +186,7 @@ def add_parts(total: Parts, parts: Parts, factor: FloatArray | float = 1.0) -> N
         total[name] = total[name] + value * factor if name in total else value * factor
 
 
-def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[ModelPart, ...]:
+def parts_of_model(train: Training, layout: LayerSizes | None = None) -> tuple[ModelPart, ...]:
     """Return the parts of a model, with the number of weights of each and how often it occurs.
 
     A part is a mixer or a network of one kind, for example. The norm before it belongs to it, the final norm to the
@@ -195,9 +195,7 @@ def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[Model
     one = np.ones(1)
     tower, train = train.tower, replace(train, tower=None)
     if layout is None:
-        sizes: dict[str, Any] = {each.name: one for each in fields(Layout) if each.name not in ("further", "here")}
-        off = ("sharded_optimizer", "sequence_parallel", "selective", "uniform", "block", "first_layers", "last_layers")
-        layout = Layout(**{**sizes, **dict.fromkeys((*off, "split", "expert_groups"), np.zeros(1))})
+        layout = LayerSizes(**dict.fromkeys(LayerSizes.__dataclass_fields__, one))
     model = without_repeats(train.model)
     train = replace(train, model=model, options=replace(train.options, adapter=None))
     edges = {name: float(each[0]) for name, each in edge_parameters(train, layout, first=one, last=one).items()}

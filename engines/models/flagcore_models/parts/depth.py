@@ -7,13 +7,12 @@ from flagcore.domain.model import Layer, Part, Product
 
 @dataclass(frozen=True, kw_only=True)
 class Depth(Part):
-    """A layer after the product of the last output and of the next embedding, each of `width` elements and with a norm.
+    """A layer after the product of the last output and of the next embedding, each with a norm of `width` elements.
 
     Its output has a norm, and it uses the embedding and the head of the model. `count`: the depths of the model.
-    `shared`: whether all of them have the weights of one. It saves what its layer does, and `saved` elements a token.
+    `shared`: whether all have the weights of one. `saved`: elements per token beside those of the layer and of the
+    embedding: the inputs of two norms and their joined outputs, the output before and after a norm, and a copy.
     """
-
-    label = "MTP"
 
     layer: Layer
     width: int
@@ -28,17 +27,10 @@ class Depth(Part):
         return (self.width,) * 3
 
     @property
-    def weights(self) -> int:
-        """The weights of a depth beside its layer."""
-        return sum(each.weights for each in self.products(self.width)) + self.norm_weights
-
-    @property
     def own(self) -> float:
         """The share of depths that have weights of their own."""
         return 1.0 / self.count if self.shared else 1.0
 
     @property
     def saved(self) -> float:
-        """The inputs of two norms and their joined outputs, the output before and after a norm, and a copy, without the
-        embedding of all tokens."""
         return 6.0 * self.width

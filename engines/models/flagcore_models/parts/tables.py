@@ -11,13 +11,12 @@ _table = partial(Product, adapts=False, group="")
 
 @dataclass(frozen=True, kw_only=True)
 class Embedding(Part):
-    """A table with a row of the hidden size for each token of the `vocabulary`. Tensor-parallel ranks divide the rows.
+    """A row of the hidden size for each token of the `vocabulary`. It saves the token ids.
 
-    A pass moves the row of a token `passes` times: it is read and written; its gradient is added to that of the table.
-    It saves the token ids. `launches`: the kernels of a pass, counted in megatron-core 0.16 `layers.py`.
+    A pass moves a row `passes` times: it is read and written, and its gradient is added to the table. `launches`: of a
+    pass (an estimate).
     """
 
-    label = "Embedding"
     passes: ClassVar[tuple[float, float]] = (2.0, 3.0)
     launches: ClassVar[float] = 6.0
 
@@ -31,12 +30,11 @@ class Embedding(Part):
 class Head(Part):
     """The final norm of `width` elements, the product with the vocabulary, and the loss.
 
-    `tied`: whether its table is that of the embedding, in models that are not divided into stages. Per logit, the loss
-    moves 8 elements of 16 bits forward and 4 backward: logits are written in 16 and 32 bits, read for the maximum and
-    the sum, and converted to their gradient (megatron-core 0.16 `cross_entropy.py`). `launches`: kernels of a pass.
+    `tied`: whether its table is that of the embedding. The loss moves 8 elements of 16 bits per logit forward and 4
+    backward: logits are written in 16 and 32 bits, read for the maximum and the sum, and converted to their gradient
+    (megatron-core 0.16 `cross_entropy.py`). `launches`: of a pass (an estimate).
     """
 
-    label = "Output"
     passes: ClassVar[tuple[float, float]] = (8.0, 4.0)
     launches: ClassVar[float] = 20.0
 
@@ -45,7 +43,7 @@ class Head(Part):
     tied: bool = False
 
     def products(self, hidden_size: int) -> tuple[Product, ...]:
-        return (Product(inputs=hidden_size, outputs=self.vocabulary, adapts=False, component="output_head", group=""),)
+        return (_table(inputs=hidden_size, outputs=self.vocabulary, component="output_head"),)
 
     @property
     def norms(self) -> tuple[int, ...]:

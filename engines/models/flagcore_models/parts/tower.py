@@ -10,47 +10,40 @@ from flagcore_models.networks.dense import Dense
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTower(Part):
-    """The weights of the tower that `vision` describes: `num_layers` times its `layer`, the embedding of patches, and
-    `mergers` networks of two products. Biases and norms do not count."""
-
-    label = "Vision tower"
+    """The tower that `vision` describes: an embedding of patches, a `layer` several times, and mergers (`merging`) of
+    two products, each of which makes a token of `merge_size` x `merge_size` patches. Biases and norms do not count."""
 
     vision: Vision
 
     @property
     def layer(self) -> Layer:
-        """A layer of the tower. Its attention is not causal."""
         sizes, size = self.vision, self.vision.hidden_size // self.vision.num_heads
         attention = Attention(num_heads=sizes.num_heads, groups=sizes.num_heads, head_dim=size, value_dim=size)
         return Layer(mixer=attention, network=Dense(width=sizes.ffn_hidden_size, gated=sizes.gated_linear_unit))
 
     @property
     def layer_products(self) -> tuple[Product, ...]:
-        """The products of a layer."""
         return tuple(each for part in self.layer.parts for each in part.products(self.vision.hidden_size))
 
     @property
     def merging(self) -> tuple[Product, Product]:
-        """The products of the mergers. Each merges `merge_size` x `merge_size` patches into a token."""
         merged, copies = self.vision.hidden_size * self.vision.merge_size**2, self.vision.mergers
-        up = Product(inputs=merged, outputs=merged, copies=copies, component="vision", group="")
-        return up, Product(inputs=merged, outputs=self.vision.output_size, split="inputs", copies=copies)
-
-    def products(self, hidden_size: int) -> tuple[Product, ...]:
-        inputs = self.vision.channels * self.vision.patch_size**2
-        return Product(inputs=inputs, outputs=self.vision.hidden_size), *self.layer_products, *self.merging
+        first = Product(inputs=merged, outputs=merged, copies=copies)
+        return first, Product(inputs=merged, outputs=self.vision.output_size, split="inputs", copies=copies)
 
     @property
     def merger_weights(self) -> float:
         """The number of weights in all mergers."""
         return float(sum(each.weights for each in self.merging))
 
+    def products(self, hidden_size: int) -> tuple[Product, ...]:
+        patches = Product(inputs=self.vision.channels * self.vision.patch_size**2, outputs=self.vision.hidden_size)
+        return patches, *self.layer_products * self.vision.num_layers, *self.merging
+
     @property
     def weights(self) -> float:
         """The number of weights in the tower."""
-        embedding, *_others = self.products(self.vision.output_size)
-        layer = sum(each.weights for each in self.layer_products)
-        return embedding.weights + float(self.vision.num_layers) * layer + self.merger_weights
+        return float(sum(each.weights for each in self.products(self.vision.output_size)))
 
     def saved_by_mergers(self, ranks: FloatArray) -> FloatArray:
         """Return the elements per patch of the inputs of all mergers, and before and after the activation function, on

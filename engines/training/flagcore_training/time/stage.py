@@ -254,11 +254,10 @@ def _tower_work(train: Training, layout: Layout | StageLayout, tower: Block) -> 
 class WorkTable:
     """The work of each part of a model, which searches for splits of layers add up.
 
-    `parts` is `stage_work` of five stages that have one part alone: a mean layer after the leading dense ones, a
-    leading one, the first end, the last one, and the depths of multi-token prediction, of shape (5, combinations).
-    `once_s` are the seconds that each stage takes once. For each candidate, `place` is its combination, `layer` the
-    first part of it, `tower` the work of a vision tower, and `recomputed` the layers of a stage that are recomputed in
-    full. Offload of activations is not included.
+    `parts` is `stage_work` of five stages with one part alone, of shape (5, combinations): a mean layer after the
+    leading dense ones, a leading one, the first end, the last one, and all depths. `once_s` are the seconds that each
+    stage takes once. For each candidate, `place` is its combination, `layer` its first part, `tower` the work of a
+    vision tower, and `recomputed` the layers of a stage that are recomputed in full. Offload is not included.
     """
 
     parts: Work[Total]
@@ -326,9 +325,6 @@ class LayersWork(ArrayRecord):
         """Return the work of several stages. Arrays that all stages share are not repeated."""
         return _mapped(_stacked, *stages)
 
-    def __getitem__(self, rows: slice | IntArray) -> LayersWork:
-        return _mapped(lambda values: _of_candidates(values, rows), self)
-
     def seconds(self, layers: FloatArray) -> FloatArray:
         """Return the seconds of one micro-batch on stages with `layers` layers, equal to `StageTime.busy`."""
         return (self.layer * layers + self.fixed).busy(recomputed_share(self.recomputed, layers), self.host)
@@ -360,11 +356,6 @@ def _stacked(*values: Any) -> Any:
     if all(each is values[0] for each in values):
         return values[0]
     return np.stack(np.broadcast_arrays(*map(np.atleast_1d, values)))
-
-
-def _of_candidates(values: Any, rows: Any) -> Any:
-    """Return the columns `rows` of arrays whose last axis is the candidates, unless all candidates share a value."""
-    return values.take(rows, -1) if isinstance(values, np.ndarray) and values.ndim and values.shape[-1] > 1 else values
 
 
 def summing_seconds(train: Training, costs: Costs, weights: FloatArray) -> FloatArray:
