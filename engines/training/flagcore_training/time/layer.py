@@ -26,6 +26,7 @@ from flagcore_training.time.passes import (
     Block,
     Linear,
     Seconds,
+    StageTime,
     TensorCollectives,
     activation_seconds,
     collective,
@@ -219,7 +220,7 @@ def ffn_block(network: Network, train: Training, layout: LayerLayout, costs: Cos
     return Block(forward, backward, products.weight_gradient, repeated)
 
 
-def head_time(train: Training, layout: LayerLayout, costs: Costs) -> Block:
+def head_time(train: Training, layout: LayerLayout, costs: Costs) -> StageTime:
     """Return the time of final norm, output head and loss, for the model and each depth of multi-token prediction.
 
     The head runs in 16 bits at every precision of the layers, unless "head" is one of `mxfp8_modules`. A fused loss
@@ -240,11 +241,10 @@ def head_time(train: Training, layout: LayerLayout, costs: Costs) -> Block:
     forward = Seconds.from_compute(product.forward + norm + loss, tensor=gather, launches=launches)
     gradients = product.input_gradient + norm_back + loss_back + train.options.tiled_loss * product.forward
     backward = Seconds.from_compute(gradients, tensor=tp.backward(product), launches=launches)
-    block = Block(forward, backward, product.weight_gradient, Seconds.from_compute(np.zeros_like(tokens)))
-    return block * (1.0 + model.mtp_num_layers)
+    return StageTime(forward, backward, product.weight_gradient) * (1.0 + model.mtp_num_layers)
 
 
-def embedding_time(train: Training, layout: LayerLayout, costs: Costs) -> Block:
+def embedding_time(train: Training, layout: LayerLayout, costs: Costs) -> StageTime:
     """Return the time of the embedding: looking up a micro-batch's tokens, and computing the gradient of the table."""
     tokens, row_bytes = layout.tokens(train.sequence), train.value_bytes * train.model.hidden_size
     tp = TensorCollectives.from_layout(train, layout, costs)
@@ -254,8 +254,7 @@ def embedding_time(train: Training, layout: LayerLayout, costs: Costs) -> Block:
         costs.kernels.memory_seconds(Embedding.passes[0] * row_bytes * tokens), tensor=reduction, launches=launches
     )
     backward = Seconds.from_compute(zeros, tensor=tp.gather * layout.sequence_parallel, launches=launches)
-    gradient = costs.kernels.memory_seconds(Embedding.passes[1] * row_bytes * tokens)
-    return Block(forward, backward, gradient, Seconds.from_compute(zeros))
+    return StageTime(forward, backward, costs.kernels.memory_seconds(Embedding.passes[1] * row_bytes * tokens))
 
 
 def _projections(mixer: Attention, train: Training, layout: LayerLayout, costs: Costs) -> tuple[Linear, Linear, Linear]:

@@ -104,8 +104,7 @@ def _parts(train: Training, layout: LayerLayout, costs: Costs) -> Parts:
             layers[group] = [_with_sums(train, costs, layers[group][0], weights[group][0])]
     tower = () if train.tower is None else (tower_block(train, train.tower, layout, costs),)
     ends = embedding_time(train, layout, costs), head_time(train, layout, costs)
-    embedding, head = (StageTime(end.forward, end.backward, end.weight) for end in ends)
-    return Parts(tuple(layers), tuple(weights), embedding, head, tower)
+    return Parts(tuple(layers), tuple(weights), *ends, tower)
 
 
 def _groups(train: Training) -> tuple[slice, ...]:
