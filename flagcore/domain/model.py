@@ -58,23 +58,6 @@ class Vision:
         """The number of prompt tokens of the largest image."""
         return self.max_pixels // (self.patch_size * self.merge_size) ** 2
 
-    @property
-    def layer_weights(self) -> float:
-        """The number of weights in all layers."""
-        matrices = 3 if self.gated_linear_unit else 2
-        return float(self.num_layers * (4 * self.hidden_size**2 + matrices * self.hidden_size * self.ffn_hidden_size))
-
-    @property
-    def merger_weights(self) -> float:
-        """The number of weights in all mergers. Each merger has two matrices."""
-        merged = self.hidden_size * self.merge_size**2
-        return float(self.mergers * merged * (merged + self.output_size))
-
-    @property
-    def weights(self) -> float:
-        """The number of weights in the tower: layers, mergers and patch embedding."""
-        return self.layer_weights + self.merger_weights + self.channels * self.patch_size**2 * self.hidden_size
-
 
 @dataclass(frozen=True, slots=True)
 class Output:
@@ -148,13 +131,14 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of a layer, between two residual streams: a mixer or a feed-forward network (`kind`: "dense", "experts").
+    """A part of a layer, between two residual streams: a mixer or a feed-forward network (`kind`: "dense", "experts"),
+    or a part of a model outside of them (norms, tables).
 
     Subclasses are one file each, with the sources of their formulas. All numbers are for one layer of the whole model.
     """
 
     label: ClassVar[str] = ""
-    kind: ClassVar[str] = "mixer"
+    kind: ClassVar[str] = ""
 
     def products(self, hidden_size: int) -> tuple[Product, ...]:
         """Return the matrix products of a layer between residual streams of `hidden_size` elements."""
@@ -199,6 +183,7 @@ class Mixer(Part):
     cache, a state or scores.
     """
 
+    kind: ClassVar[str] = "mixer"
     chunk: ClassVar[int] = 64
     """Tokens between two states that kernels store, where they process a sequence in chunks."""
 

@@ -1,21 +1,26 @@
 """The layers of a model: what every engine counts weights, memory, operations and caches from.
 
-A layer is a mixer and a feed-forward network, each with its list of products. `layers_of` gives those of any `Model`;
-the other functions are sums over them.
+A layer is a mixer and a feed-forward network, each with its list of products. `layers_of` gives those of any `Model`,
+`around` what is before and after each of them, and `embedding_of`, `head_of`, `own_embeddings` and `depth_of` the parts
+outside layers. The other functions are sums over them.
 """
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
-from flagcore.domain.model import Layer, Mixer, Model, Network, Product
+from flagcore.domain.model import Layer, Mixer, Model, Network, Part, Product
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.indexer import Indexer
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_models.networks.dense import Dense
 from flagcore_models.networks.experts import Experts
+from flagcore_models.parts.depth import Depth
+from flagcore_models.parts.layer_embeddings import LayerEmbeddings
+from flagcore_models.parts.norm import Norm, Streams
+from flagcore_models.parts.tables import Embedding, Head
 
 
 def attention_of(model: Model, **changes: Any) -> Attention:
@@ -151,42 +156,61 @@ def state_bytes(model: Model) -> float:
     return max((each.state_bytes for each in mixer_counts(model) if each.recurrent), default=0.0)
 
 
-def depth_layer(model: Model) -> Layer:
-    """Return the layer of a depth of multi-token prediction: with the last attention, if any, and the experts."""
+@lru_cache(maxsize=256)
+def depth_of(model: Model) -> Depth:
+    """Return a depth of multi-token prediction: its layer has the last attention, if any, and the experts."""
     mixers = [each.mixer for each in layers_of(model) if each.mixer is not None]
     mixer = next((each for each in reversed(mixers) if isinstance(each, Attention)), mixers[-1] if mixers else None)
     experts = None if model.mtp_dense else experts_of(model)
-    return Layer(mixer=mixer, network=experts or dense_of(model))
+    layer = Layer(mixer=mixer, network=experts or dense_of(model))
+    shared, width = model.mtp_use_repeated_layer, model.hidden_size
+    return Depth(layer=layer, shared=shared, width=width, count=model.mtp_num_layers)
 
 
-def depth_weights(model: Model) -> int:
-    """Return the weights of a depth of multi-token prediction besides its layer: the product of the last output and of
-    the next embedding, and the norms of both and of the output (DeepSeek-V3, arXiv 2412.19437)."""
-    return 2 * model.hidden_size**2 + 3 * model.hidden_size
+def streams_of(model: Model) -> Streams | None:
+    """Return the hyper-connection around each mixer and network. None if there is one residual stream."""
+    several = model.residual_streams > 1
+    return Streams(width=model.residual_weights, count=model.residual_streams) if several else None
+
+
+def around(model: Model) -> tuple[Norm, ...]:
+    """Return what is around each mixer and network of a model: a norm, and residual streams if it has several."""
+    return (Norm(width=model.hidden_size), *filter(None, [streams_of(model)]))
+
+
+def weights_around(model: Model, part: Part) -> int:
+    """Return the weights of the norms and residual streams in a part and around it, which each rank has whole."""
+    return sum(each.norm_weights for each in (part, *around(model)))
+
+
+def embedding_of(model: Model) -> Embedding:
+    """Return the embedding of a model."""
+    return Embedding(vocabulary=model.vocab_size)
+
+
+def head_of(model: Model) -> Head:
+    """Return the output head of a model, with the final norm and the loss."""
+    shared = not model.untie_embeddings_and_output_weights
+    return Head(vocabulary=model.vocab_size, width=model.hidden_size, tied=shared)
+
+
+def own_embeddings(model: Model) -> LayerEmbeddings | None:
+    """Return the embeddings that each layer has of its own. None if there are none."""
+    sizes = {"vocabulary": model.vocab_size, "layers": model.num_layers, "width": model.layer_embedding_size}
+    return LayerEmbeddings(**sizes) if model.layer_embedding_size else None
 
 
 def layer_embeddings(model: Model) -> tuple[Product, ...]:
-    """Return the products of the embeddings that each layer has of its own, of all layers together.
-
-    The first one is a table. Source: transformers 5.24 `models/gemma3n` (`embed_tokens_per_layer`,
-    `per_layer_model_projection`, `per_layer_input_gate`, `per_layer_projection`).
-    """
-    width, layers, hidden = model.layer_embedding_size, model.num_layers, model.hidden_size
-    if not width:
-        return ()
-    part = partial(Product, adapts=False, component="embedding", group="")
-    return (
-        part(inputs=model.vocab_size, outputs=layers * width),
-        part(inputs=hidden, outputs=layers * width),
-        part(inputs=hidden, outputs=width, copies=layers),
-        part(inputs=width, outputs=hidden, split="inputs", copies=layers),
-    )
+    """Return the products of these embeddings, of all layers together. The first one is a table."""
+    own = own_embeddings(model)
+    return own.products(model.hidden_size) if own else ()
 
 
-def table_weights(model: Model) -> int:
-    """Return the weights of the embedding, of the output head unless it is tied, and of the layers' own embeddings."""
-    tables = (1 + model.untie_embeddings_and_output_weights) * model.vocab_size * model.hidden_size
-    return tables + sum(each.weights for each in layer_embeddings(model))
+def table_products(model: Model) -> tuple[Product, ...]:
+    """Return the products outside layers: the embedding, the output head unless it is tied, and those of the layers'
+    own embeddings."""
+    (table,), (head,) = (part.products(model.hidden_size) for part in (embedding_of(model), head_of(model)))
+    return (table, *[head] * (not head_of(model).tied), *layer_embeddings(model))
 
 
 @lru_cache(maxsize=256)
@@ -202,8 +226,9 @@ def weights_by_group(model: Model) -> dict[str, int]:
     multi-token prediction are not included.
     """
     own = without_repeats(model)
-    found = Counter({"": table_weights(model) + connections(model) * model.residual_weights})
-    for product, number in product_counts(own).items():
+    streams = streams_of(model)
+    found = Counter({"": connections(model) * streams.norm_weights if streams else 0})
+    for product, number in (*product_counts(own).items(), *((each, 1) for each in table_products(model))):
         found[product.group] += number * product.weights
     found["attention"] += other_weights(own)
     return found

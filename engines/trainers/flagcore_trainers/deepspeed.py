@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from flagcore_importers.dialect import SUFFIXES
-from flagcore_models.layers import attention_counts
+from flagcore_models.layers import attention_counts, head_of, table_products
 from flagcore_training.adapters import as_noted
 from flagcore_training.commands import parse
 from flagcore_training.frameworks import framework_of, kept_framework, reading, refuse_trials
@@ -227,7 +227,7 @@ class DeepSpeed(Trainer):
         train = training(task, 3, 0, self.described.state_bytes)
         weights = weights_of_rank(train, layout) - small
         prefetch = min(sizes[PREFETCHED], sizes[LIVE])
-        live = np.minimum(weights, max(sizes[REUSED] / 2.0, model.vocab_size * model.hidden_size) + prefetch) + small
+        live = np.minimum(weights, max(sizes[REUSED] / 2.0, table_products(model)[0].weights) + prefetch) + small
         groups = np.maximum(columns.get(HPZ, 1), 1)
         count, ranks = weights_of_rank(train, layout, only_trained=True), layout.data * layout.context
         gathered = np.where(is_zero_3 & (ranks > 1), u * (live + weights / groups * (groups > 1)), 0.0)
@@ -244,7 +244,7 @@ class DeepSpeed(Trainer):
             host = host + np.where(is_zero_3, u * weights / ranks, 0.0)
         between = main + np.where(is_zero_3, bucket + u * small, -gradients)
         logits = layout.tokens(task.spec.train.seq_length) * model.vocab_size * (1.0 - 1.0 / numbers[AUTOTP])
-        logits = logits * (model.untie_embeddings_and_output_weights and not train.options.tiled_loss)
+        logits = logits * (not head_of(model).tied and not train.options.tiled_loss)
         moments = {
             "between": between,
             "step": step + np.maximum(between, 0.0),
@@ -446,7 +446,7 @@ def _with_whole_embedding(
     Run with 0.19.8 and transformers 5.24: it splits the head, and gathers the logits unless it is tied.
     """
     model, u = task.spec.model, 4 if task.spec.train.precision == "fp32" else 2
-    tables = model.vocab_size * model.hidden_size * model.untie_embeddings_and_output_weights
+    tables = table_products(model)[0].weights * (not head_of(model).tied)
     replicas, stage = np.maximum(numbers["data_parallel_size"], 1), numbers[ZERO]
     shares = [np.where(stage >= least, replicas, 1) for least in (3, 2, 1)]
     main = (states.main_weights if u == 2 else 0) + states.moments

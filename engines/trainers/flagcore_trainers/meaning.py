@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
-from flagcore_models.layers import attention_counts, layer_counts
+from flagcore_models.layers import attention_counts, embedding_of, layer_counts, layer_embeddings
 from flagcore_models.mixers.attention import Attention
 from flagcore_training.adapters import absent_targets
 from flagcore_training.frameworks import has_tiled_loss
@@ -111,8 +111,9 @@ def moments(train: Training, layout: Layout) -> Moments:
         for moment in act.layers[each].backward:
             layer = np.maximum(layer, moment + np.where(is_kept, 0.0, extra))
     layer = stored + layer
-    rows = u * model.vocab_size / layout.tensor * (train.options.adapter is None)  # frozen weights have no gradients
-    table, own = rows * model.hidden_size, rows * model.num_layers * model.layer_embedding_size
+    trained = u / layout.tensor * (train.options.adapter is None)  # frozen weights have no gradients
+    tables = embedding_of(model).products(model.hidden_size), layer_embeddings(model)[:1]
+    table, own = (trained * sum(each.weights for each in products) for products in tables)
     logits, at_head = job.logits, stored + act.head_input + norm
     loss, gradients = LOSS_BYTES * logits, u * logits + table + act.hidden
     if job.tiled_loss or job.loss_parts > 1.0:  # gradients of hidden states and head in fp32, and their copies

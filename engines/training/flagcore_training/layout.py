@@ -45,7 +45,7 @@ def _rows(values: Any, rows: slice | IntArray) -> Any:
     if isinstance(values, float):
         return values
     if isinstance(values, np.ndarray) and not isinstance(rows, slice):
-        return values.take(rows, 0)  # several times faster than fancy indexing
+        return values.take(rows, -1)  # several times faster than fancy indexing
     return values[rows]
 
 

@@ -9,6 +9,7 @@ transformers, whole on each rank.
 from dataclasses import replace
 
 import numpy as np
+from flagcore_models.parts.tower import VisionTower
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
@@ -59,7 +60,8 @@ def tower_training(tower: Tower, train: Training) -> Training:
 
 def tower_weights(tower: Tower, layout: LayerSizes) -> tuple[FloatArray, FloatArray]:
     """Return the numbers of trained and of frozen weights on a rank."""
-    mergers, others = tower.vision.merger_weights, tower.vision.weights - tower.vision.merger_weights
+    whole = VisionTower(vision=tower.vision)
+    mergers, others = whole.merger_weights, whole.weights - whole.merger_weights
     frozen = others * tower.frozen + mergers * tower.frozen_mergers
     split = tower_layout(tower, layout).tensor
     return (others + mergers - frozen) / split, frozen / split
@@ -74,9 +76,9 @@ def tower_repeats(tower: Tower, layout: Layout | StageLayout) -> FloatArray:
 
 def tower_flops(tower: Tower) -> float:
     """Return the flops of forward and backward for a sequence, without recompute, as `model_flops` counts them."""
-    vision = tower.vision
+    vision, whole = tower.vision, VisionTower(vision=tower.vision)
     scores = vision.num_layers * tower.pairs * tower.patches * 2.0 * vision.hidden_size
-    layers = (2.0 if tower.frozen else 6.0) * (vision.weights - vision.merger_weights + scores)
+    layers = (2.0 if tower.frozen else 6.0) * (whole.weights - whole.merger_weights + scores)
     passes = 1.0 + (not tower.frozen) + (not tower.frozen_mergers)
-    mergers = 2.0 * passes * vision.merger_weights / vision.merge_size**2
+    mergers = 2.0 * passes * whole.merger_weights / vision.merge_size**2
     return tower.images * tower.patches * (layers + mergers)

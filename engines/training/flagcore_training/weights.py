@@ -3,28 +3,30 @@
 A test compares the numbers with modules that megatron-core 0.16 builds.
 """
 
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 from flagcore_models.layers import (
-    depth_layer,
-    depth_weights,
+    depth_of,
+    embedding_of,
+    head_of,
     layer_embeddings,
     mixer_counts,
     network_counts,
     own_layers,
+    weights_around,
     without_repeats,
 )
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.networks.experts import Experts
+from flagcore_models.parts.tower import VisionTower
 
 from flagcore.domain.model import Layer, Model, Part
 from flagcore.domain.prediction import ModelPart
 from flagcore.domain.space import FloatArray
 from flagcore_training.adapters import adapter_weights
 from flagcore_training.kinds import layer_kinds
-from flagcore_training.layout import LayerSizes, Layout, Training
+from flagcore_training.layout import LayerSizes, Training
 from flagcore_training.stages import Stage
 from flagcore_training.vision import tower_flops, tower_weights
 
@@ -46,6 +48,13 @@ def padded_vocab(model: Model, tensor: FloatArray) -> FloatArray:
     return np.ceil(model.vocab_size / multiple) * multiple
 
 
+def table_sizes(train: Training, tensor: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return the numbers of weights of the embedding and of the output head on a rank, whose vocabulary is padded."""
+    model, rows = train.model, padded_vocab(train.model, tensor)
+    (table,), (head,) = (each.products(model.hidden_size) for each in (embedding_of(model), head_of(model)))
+    return rows * table.outputs / tensor, rows * head.inputs / tensor
+
+
 def layer_parameters(train: Training, layout: LayerSizes, layer: Layer) -> Parts:
     """Return the number of weights of a layer on one rank, by component.
 
@@ -53,12 +62,11 @@ def layer_parameters(train: Training, layout: LayerSizes, layer: Layer) -> Parts
     this holds for transformer-engine's layers only. Each part has a norm before it. Source: megatron-core 0.16
     `transformer/`.
     """
-    model, zeros = train.model, np.zeros_like(layout.tensor)
+    zeros = np.zeros_like(layout.tensor)
     parts = dict.fromkeys(("qkv_proj", "out_proj"), zeros)
     for part in layer.parts:
         add_parts(parts, part_weights(train, layout, part))
-    norms = sum(model.hidden_size + model.residual_weights + part.norm_weights for part in layer.parts)
-    parts["norms"] = norms + zeros
+    parts["norms"] = sum(weights_around(train.model, part) for part in layer.parts) + zeros
     if train.options.adapter:
         parts["adapters"], parts["expert_adapters"] = adapter_weights(train, layout, layer)
     return parts
@@ -95,14 +103,12 @@ def edge_parameters(
     prediction have their own copies of the embedding. Source: megatron-core 0.16 `gpt_model.py`,
     `transformer_block.py`.
     """
-    model = train.model
-    table = padded_vocab(model, layout.tensor) * model.hidden_size / layout.tensor
-    is_only_stage = first * last
-    head = last if model.untie_embeddings_and_output_weights else last - is_only_stage
-    copies = np.maximum(first, mtp)
-    norms = model.hidden_size * (last if norm is None else norm)
+    model, head = train.model, head_of(train.model)
+    table, of_head = table_sizes(train, layout.tensor)
+    heads = last - first * last if head.tied else last  # the only stage has one table
+    norms = head.norm_weights * (last if norm is None else norm)
     own = sum(each.weights for each in layer_embeddings(model)) * first / layout.tensor
-    parts = {"embedding": table * copies + own, "output_head": table * head, "norms": norms}
+    parts = {"embedding": table * np.maximum(first, mtp) + own, "output_head": of_head * heads, "norms": norms}
     if train.tower is not None:
         parts["vision"] = tower_weights(train.tower, layout)[0] * first
     return parts
@@ -113,9 +119,10 @@ def depth_parameters(train: Training, layout: LayerSizes) -> Parts:
 
     Source: megatron-core 0.16.
     """
-    model = train.model
-    layer = layer_parameters(train, layout, depth_layer(model))
-    extra_weights = (depth_weights(model) - 3 * model.hidden_size) / layout.tensor + 3 * model.hidden_size
+    depth = depth_of(train.model)
+    layer = layer_parameters(train, layout, depth.layer)
+    joined = sum(each.weights for each in depth.products(train.model.hidden_size))
+    extra_weights = joined / layout.tensor + depth.norm_weights
     dense = sum((count for name, count in layer.items() if name not in EXPERT_PARTS + ADAPTER_PARTS), extra_weights)
     return {"mtp": dense, "experts": layer.get("experts", np.zeros_like(dense))}
 
@@ -123,11 +130,6 @@ def depth_parameters(train: Training, layout: LayerSizes) -> Parts:
 def own_share(model: Model) -> float:
     """Return the share of layers that have weights of their own. The others repeat them, alike on all stages."""
     return len(own_layers(model)) / model.num_layers
-
-
-def own_depths(model: Model) -> float:
-    """Return the share of multi-token prediction depths that have weights of their own."""
-    return 1.0 / model.mtp_num_layers if model.mtp_use_repeated_layer else 1.0
 
 
 def stage_parameters(train: Training, layout: LayerSizes, stage: Stage) -> Parts:
@@ -139,7 +141,7 @@ def stage_parameters(train: Training, layout: LayerSizes, stage: Stage) -> Parts
     for layer, number in zip(layer_kinds(model).layers, stage.numbers, strict=True):
         add_parts(parts, layer_parameters(train, layout, layer), number * copies)
     if model.mtp_num_layers:
-        add_parts(parts, depth_parameters(train, layout), stage.mtp * own_depths(model))
+        add_parts(parts, depth_parameters(train, layout), stage.mtp * depth_of(model).own)
     return parts
 
 
@@ -158,11 +160,11 @@ def model_flops(train: Training) -> float:
     mixers, networks = mixer_counts(model), network_counts(model)
     layers = sum(number * _used_weights(model, part) for part, number in (*mixers.items(), *networks.items()))
     scores = sum(number * mixer.core_flops(sequence) for mixer, number in mixers.items()) / 2.0
-    depths, depth = model.mtp_num_layers, depth_layer(model)
-    if depth.mixer is not None:
-        scores += depths * depth.mixer.core_flops(sequence) / 2.0
-    mtp = depths * (sum(_used_weights(model, part) for part in depth.parts) + depth_weights(model))
-    weights = layers + mtp + model.hidden_size * model.vocab_size * (1 + depths)
+    depth, (head,) = depth_of(model), head_of(model).products(model.hidden_size)
+    if depth.layer.mixer is not None:
+        scores += depth.count * depth.layer.mixer.core_flops(sequence) / 2.0
+    mtp = depth.count * (sum(_used_weights(model, part) for part in (depth, *depth.layer.parts)) + depth.norm_weights)
+    weights = layers + mtp + head.weights * (1 + depth.count)
     flops_per_weight = 4.0 if train.options.adapter else 6.0
     of_tower = 0.0 if train.tower is None else train.global_batch * tower_flops(train.tower)
     return train.global_batch * train.sequence * (flops_per_weight * weights + 6.0 * scores) + of_tower
@@ -184,7 +186,7 @@ def add_parts(total: Parts, parts: Parts, factor: FloatArray | float = 1.0) -> N
         total[name] = total[name] + value * factor if name in total else value * factor
 
 
-def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[ModelPart, ...]:
+def parts_of_model(train: Training, layout: LayerSizes | None = None) -> tuple[ModelPart, ...]:
     """Return the parts of a model, with the number of weights of each and how often it occurs.
 
     A part is a mixer or a network of one kind, for example. The norm before it belongs to it, the final norm to the
@@ -193,24 +195,22 @@ def parts_of_model(train: Training, layout: Layout | None = None) -> tuple[Model
     one = np.ones(1)
     tower, train = train.tower, replace(train, tower=None)
     if layout is None:
-        sizes: dict[str, Any] = {each.name: one for each in fields(Layout) if each.name not in ("further", "here")}
-        off = ("sharded_optimizer", "sequence_parallel", "selective", "uniform", "block", "first_layers", "last_layers")
-        layout = Layout(**{**sizes, **dict.fromkeys((*off, "split", "expert_groups"), np.zeros(1))})
+        layout = LayerSizes(**dict.fromkeys(LayerSizes.__dataclass_fields__, one))
     model = without_repeats(train.model)
     train = replace(train, model=model, options=replace(train.options, adapter=None))
     edges = {name: float(each[0]) for name, each in edge_parameters(train, layout, first=one, last=one).items()}
-    found = [ModelPart("Vision tower", tower.vision.weights, 1)] if tower else []
+    found = [ModelPart("Vision tower", VisionTower(vision=tower.vision).weights, 1)] if tower else []
     found.append(ModelPart("Embedding", edges["embedding"], 1))
     mixers = sorted(mixer_counts(model).items(), key=lambda each: not isinstance(each[0], Attention))
     networks = sorted(network_counts(model).items(), key=lambda each: each[0].kind, reverse=True)
     counts: dict[tuple[str, float], int] = {}  # windows differ in no weights
     for part, number in (*mixers, *networks):
         weights = sum(float(each[0]) for each in part_weights(train, layout, part).values())
-        key = part.label, weights + model.hidden_size + model.residual_weights + part.norm_weights
+        key = part.label, weights + weights_around(model, part)
         counts[key] = counts.get(key, 0) + number
     found += [ModelPart(name, weights, number) for (name, weights), number in counts.items()]
     if model.mtp_num_layers:
         mtp_weights = sum(float(each[0]) for each in depth_parameters(train, layout).values())
-        found.append(ModelPart("MTP", mtp_weights * own_depths(model), model.mtp_num_layers))
+        found.append(ModelPart("MTP", mtp_weights * depth_of(model).own, model.mtp_num_layers))
     found.append(ModelPart("Output", sum(edges.values()) - edges["embedding"], 1))
     return tuple(found)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_models.mixers.mamba2 import Mamba2
+from flagcore_models.parts.tower import VisionTower
 from flagcore_training.kinds import layer_kinds
 from flagcore_training.layout import DEFAULTS, Layout, Options, StageLayout, Tower, Training
 from flagcore_training.memory import training as memory
@@ -150,6 +151,7 @@ def test_candidates_without_a_split_may_have_longer_pipelines_than_those_with_on
 
 
 PLAIN = replace(VISION, gated_linear_unit=False, full_layers=VISION.num_layers, window_size=0)
+WHOLE = VisionTower(vision=PLAIN)
 TOWER = Tower(vision=PLAIN, images=4.0, tokens=256)
 TEXT = train(transformer_engine=True, fused_activation=True)
 STAGED = {"pipeline": 4.0, "tensor": 2.0, "sharded_optimizer": 1.0}
@@ -170,7 +172,7 @@ def test_only_the_first_stage_has_the_tower() -> None:
         more = [
             rank_memory(work, split, rank).peak[0] - rank_memory(TEXT, split, rank).peak[0] for rank in (0, 2, 4, 6)
         ]
-        assert more[0] > PLAIN.weights
+        assert more[0] > WHOLE.weights
         assert more[1:] == [0.0, 0.0, 0.0]
         found, text = (passes(each, split, plain_costs()) for each in (work, TEXT))
         assert found.forward_s[0] > text.forward_s[0]
@@ -189,9 +191,9 @@ def test_frozen_weights_have_no_gradients_and_no_states(tensor: float) -> None:
             ("layers", seeing(frozen=True)),
         )
     }
-    assert static["trained"] - static["text"] == pytest.approx(18 * PLAIN.weights / tensor, rel=1e-3)
-    assert static["frozen"] - static["text"] == pytest.approx(2 * PLAIN.weights / tensor, rel=1e-3)
-    assert static["layers"] - static["frozen"] == pytest.approx(16 * PLAIN.merger_weights / tensor, rel=1e-3)
+    assert static["trained"] - static["text"] == pytest.approx(18 * WHOLE.weights / tensor, rel=1e-3)
+    assert static["frozen"] - static["text"] == pytest.approx(2 * WHOLE.weights / tensor, rel=1e-3)
+    assert static["layers"] - static["frozen"] == pytest.approx(16 * WHOLE.merger_weights / tensor, rel=1e-3)
 
 
 def test_a_tower_of_transformers_is_whole_on_each_rank_and_has_windows() -> None:
@@ -239,10 +241,10 @@ def test_the_tower_is_recomputed_as_the_language_model_is(again: dict[str, float
 
 def test_the_component_is_in_the_table_with_its_states() -> None:
     table = memory.component_table(seeing(), layout(), np.zeros(1))["vision"]
-    assert table["params"][0] == pytest.approx(PLAIN.weights)
-    assert state_bytes(table)[0] == pytest.approx(18 * PLAIN.weights)
+    assert table["params"][0] == pytest.approx(WHOLE.weights)
+    assert state_bytes(table)[0] == pytest.approx(18 * WHOLE.weights)
     tower, *others = parts_of_model(seeing())
-    assert (tower.params, tower.layers) == (PLAIN.weights, 1)
+    assert (tower.params, tower.layers) == (WHOLE.weights, 1)
     assert others == list(parts_of_model(TEXT))
 
 

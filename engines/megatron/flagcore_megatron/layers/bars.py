@@ -11,7 +11,7 @@ from flagcore_training.time.stage import (
     Blocks,
     Host,
     Parts,
-    end_work,
+    Work,
     recomputed_layers,
     recomputed_share,
     work_of,
@@ -61,7 +61,8 @@ def _seconds(train: Training, layout: Layout, costs: Costs, parts: Parts) -> tup
     share = recomputed_share(recomputed_layers(layout), total / layout.pipeline)
     of_kinds = [work_of(block, layout.selective).busy(share, host) for block in parts.layers]
     layers = np.stack(of_kinds[: len(kinds.layers)], axis=1) @ np.diff(kinds.counts, axis=1)
-    first, last = (end_work(each).busy(share, host) for each in (parts.embedding, parts.head))
+    ends = (Work(each.forward, each.backward, each.weight, each.forward) for each in (parts.embedding, parts.head))
+    first, last = (each.busy(np.zeros(1), host) for each in ends)  # they are not recomputed
     if depths := train.model.mtp_num_layers:
         last = last + depths * of_kinds[-1]
     unknown = np.isnan(layers.sum(axis=1) + first + last)

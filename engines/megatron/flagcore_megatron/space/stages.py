@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 
-from flagcore_models.layers import depth_layer
+from flagcore_models.layers import depth_of
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_training.splits import StageLayers
@@ -107,7 +107,7 @@ def pattern_text(model: Model, chunks: Sequence[int], given: str = "") -> str:
     layers, *depths = given.split("/")
     letters = layers.replace("|", "") or "".join(map(_letter, model.layers))
     if not given and model.mtp_num_layers:
-        layer = depth_layer(model)
+        layer = depth_of(model).layer
         depths = [_letter(layer) + _letter(replace(layer, mixer=None))] * model.mtp_num_layers
     ends = [0, *accumulate(chunks)]
     stages = "|".join(letters[start:end] for start, end in pairwise(ends))

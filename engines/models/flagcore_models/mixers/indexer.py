@@ -20,10 +20,3 @@ class Indexer:
     def token_bytes(self) -> float:
         """The bytes per token in the indexer cache of one layer."""
         return self.head_dim * (1.0 + 4.0 / 128.0)
-
-    def weights(self, hidden_size: int, query_rank: int) -> int:
-        """Return the number of indexer weights in one layer.
-
-        `query_rank`: the width of the input from which the queries are computed.
-        """
-        return query_rank * self.heads * self.head_dim + hidden_size * (self.head_dim + self.heads)

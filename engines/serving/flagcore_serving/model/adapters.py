@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from flagcore_models.layers import product_counts
+from flagcore_models.layers import head_of, product_counts
 
 from flagcore.contracts import Costs, KernelCosts
 from flagcore.domain.space import FloatArray
@@ -71,7 +71,8 @@ def adapter_bytes(serving: Serving, settings: Settings) -> FloatArray:
     elements = sum((each.layers * each.experts * each.elements for each in pairs_of(serving, settings)), none) * stage
     if serving.overheads.adapts_tables:  # neither is split (`vocab_parallel_embedding.py`, `logits_processor.py`)
         tables = np.where(settings.pipeline > 1, 1.0, 2.0)
-        elements = elements + tables * (model.vocab_size + model.hidden_size)
+        (head,) = head_of(model).products(model.hidden_size)
+        elements = elements + tables * (head.inputs + head.outputs)
     return elements * settings.adapter_rank * _element_bytes(serving) / settings.cores
 
 
@@ -88,8 +89,8 @@ def swap_seconds(serving: Serving, settings: Settings) -> FloatArray:
 
 def head_pair(serving: Serving, settings: Settings) -> tuple[Pair, ...]:
     """Return the pair of the output head, which only tokens that are sampled use, if an engine's slots have one."""
-    model, ones = serving.model, np.ones_like(settings.tensor)
-    return (Pair(1.0, model.hidden_size * ones, model.vocab_size * ones),) if serving.overheads.adapts_tables else ()
+    ones, (head,) = np.ones_like(settings.tensor), head_of(serving.model).products(serving.model.hidden_size)
+    return (Pair(1.0, head.inputs * ones, head.outputs * ones),) if serving.overheads.adapts_tables else ()
 
 
 def adapter_seconds(

@@ -10,11 +10,13 @@ import numpy as np
 from flagcore_models.layers import (
     attention_by_size,
     connections,
+    head_of,
     latent_layers,
     layer_embeddings,
     mixer_counts,
     network_counts,
     other_mixers,
+    streams_of,
 )
 from flagcore_models.mixers.compressed_attention import CompressedAttention
 from flagcore_models.networks.experts import Experts
@@ -139,7 +141,8 @@ def _of_distinct(serving: Serving, settings: Settings, costs: Costs) -> Iteratio
     local = local + column.pipeline * offloaded_seconds(serving, column, tokens)
     local = local + adapter_seconds(serving, column, costs, tokens, pairs_of(serving, column))
     shared, exchanged, summed = _of_experts(serving, column, costs, tokens)
-    head = linear(serving, kernels, tokens, float(model.hidden_size), model.vocab_size / column.tensor, "")
+    (described,) = head_of(model).products(model.hidden_size)
+    head = product_seconds(described, serving, column, kernels, tokens)
     head = head + adapter_seconds(serving, column, costs, tokens, head_pair(serving, column))
     passes = NODES / tokens
     cached, pair = attention_rates(serving, settings, kernels)
@@ -203,8 +206,8 @@ def _layers(serving: Serving, settings: Settings, kernels: KernelCosts, tokens: 
     for product in layer_embeddings(model)[1:]:
         seconds = linear(serving, kernels, tokens, product.inputs, product.outputs, DENSE)
         local = local + product.copies * seconds
-    if (streams := float(model.residual_streams)) > 1.0:  # each rank mixes all of them (arXiv 2512.24880)
-        moved = 2.0 * ((4.0 * streams - 1.0) * tokens * float(model.hidden_size) + model.residual_weights)
+    if streams := streams_of(model):
+        moved = 2.0 * (streams.moved * tokens * float(model.hidden_size) + streams.width)  # each rank mixes all of them
         local = local + connections(model) * kernels.memory_seconds(moved)
     return local
 

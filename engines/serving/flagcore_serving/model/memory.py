@@ -7,10 +7,13 @@ from flagcore_models.layers import (
     attention_counts,
     connections,
     dense_of,
+    embedding_of,
+    head_of,
     layer_embeddings,
     mixer_counts,
     other_weights,
     product_counts,
+    streams_of,
     without_repeats,
 )
 from flagcore_models.mixers.attention import Attention
@@ -148,7 +151,8 @@ def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
     for product, number in product_counts(model).items():
         padded = _padding(serving) if product.group == EXPERTS else 1.0
         total = total + padded * number * serving.bytes_of(product.group) * weights_on_rank(product, settings)
-    total = total + 2.0 * connections(model) * model.residual_weights
+    if streams := streams_of(model):
+        total = total + 2.0 * connections(model) * streams.norm_weights
     stage_share = np.ceil(model.num_layers / settings.pipeline) / model.num_layers
     return total * stage_share / settings.cores + table_bytes(serving, settings)
 
@@ -190,10 +194,9 @@ def offloaded_bytes(serving: Serving, settings: Settings) -> FloatArray:
 def table_bytes(serving: Serving, settings: Settings) -> FloatArray:
     """Return the bytes of the embedding and output head on the fullest device."""
     model, head = serving.model, serving.head_bytes
-    tables = np.where(settings.pipeline > 1, 1.0, 1.0 + (model.untie_embeddings_and_output_weights and head is None))
-    rank_bytes: FloatArray = (
-        tables * (2.0 if head is None else head) * model.vocab_size * float(model.hidden_size) / settings.tensor
-    )
+    tables = np.where(settings.pipeline > 1, 1.0, 1.0 + (not head_of(model).tied and head is None))
+    (table,) = embedding_of(model).products(model.hidden_size)
+    rank_bytes: FloatArray = tables * (2.0 if head is None else head) * table.weights / settings.tensor
     own = sum(each.weights for each in layer_embeddings(model))
     return (rank_bytes + 2.0 * own / settings.tensor) / settings.cores
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from flagcore_models.layers import attention_of, dense_of, depth_layer
+from flagcore_models.layers import attention_of, dense_of, depth_of
 
 from flagcore.domain.model import Layer
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
@@ -48,7 +48,7 @@ def drafts(serving: Serving, settings: Settings) -> Iterator[Draft]:
         replace(model, num_layers=1, moe_first_dense_layers=0, layers=(layer,))
         for layer in (
             Layer(mixer=attention_of(model), network=dense_of(model)),
-            depth_layer(model),
+            depth_of(model).layer,
         )
     )
     of_scheme = {

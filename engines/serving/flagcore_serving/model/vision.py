@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from flagcore_models.parts.tower import VisionTower
 
 from flagcore.contracts import AttentionShape, Costs
-from flagcore.domain.model import Vision
+from flagcore.domain.model import Product, Vision
 from flagcore.domain.space import FloatArray
 from flagcore_serving.load.images import RequestImages
 from flagcore_serving.model.work import PIXEL, Serving
@@ -116,20 +117,20 @@ def encoder_costs(vision: Vision, serving: Serving, settings: Settings, costs: C
     shares = np.maximum(np.where(np.isinf(settings.tower_shares), 1.0, settings.tower_shares), 1.0)
     ones, tokens = np.ones_like(shares), np.full_like(shares, REFERENCE_PATCHES)
 
-    def product(rows: FloatArray, inner: FloatArray, outer: FloatArray) -> FloatArray:
-        return kernels.gemm_seconds(rows, outer, inner, precision)
+    def seconds(rows: FloatArray, products: Sequence[Product]) -> FloatArray:
+        sizes = ((each.outer(shares) * ones, each.inner(shares) * ones) for each in products)
+        return sum((kernels.gemm_seconds(rows, *each, precision) for each in sizes), np.zeros_like(shares))
 
+    tower = VisionTower(vision=vision)
     gates, width = 2.0 if vision.gated_linear_unit else 1.0, vision.ffn_hidden_size / shares
-    layer = product(tokens, hidden * ones, 3.0 * hidden / shares) + product(tokens, hidden / shares, hidden * ones)
-    layer = layer + product(tokens, hidden * ones, gates * width) + product(tokens, width, hidden * ones)
+    layer = seconds(tokens, tower.layer_products)
     traffic = tokens * 2.0 * (8.0 * hidden + (gates + 1.0) * width)  # bytes of norms, sums and activation
     layer = layer + kernels.memory_seconds(traffic)
     stride = np.ones(shares.shape, dtype=np.int64)
     payload = tokens * 2.0 * hidden
     reduce = costs.collectives.seconds("all_reduce", payload, shares.astype(np.int64), stride)
     layer = layer + np.where(shares > 1.0, 2.0 * reduce, 0.0)
-    rows, merged = tokens / vision.merge_size**2, hidden * vision.merge_size**2 * ones
-    merger = product(rows, merged, merged / shares) + product(rows, merged / shares, vision.output_size * ones)
+    merger = seconds(tokens / vision.merge_size**2, tower.merging)
     heads, dim = np.maximum(vision.num_heads / shares, 1.0), hidden / vision.num_heads * ones
     shape = AttentionShape(batch=ones, heads=heads, groups=heads, queries=tokens, keys=tokens, head_dim=dim)
     # the modelled kernel is causal and computes only half of the pairs, but a tower needs all
@@ -154,4 +155,4 @@ def tower_bytes(vision: Vision, shares: FloatArray, batched_tokens: FloatArray) 
     tokens = np.maximum(batched_tokens, float(vision.max_tokens))
     layer = 3.0 * vision.hidden_size + (gates + 1.0) * vision.ffn_hidden_size / np.maximum(shares, 1.0)
     activations = 2.0 * tokens * (vision.merge_size**2 * layer + vision.mergers * vision.output_size)
-    return 2.0 * vision.weights / shares, np.where(np.isinf(shares), 0.0, activations)
+    return 2.0 * VisionTower(vision=vision).weights / shares, np.where(np.isinf(shares), 0.0, activations)

@@ -17,6 +17,7 @@ from flagcore_models.gguf import context_length
 from flagcore_models.keys import context_of, section_of
 from flagcore_models.layers import attention_counts, mixer_counts, weights_by_group
 from flagcore_models.mixers.attention import Attention
+from flagcore_models.parts.tower import VisionTower
 from flagcore_models.public import GGUF_BITS, find_public
 from flagcore_models.quantized import format_of_weights, is_mxfp4
 
@@ -255,7 +256,7 @@ def weight_bytes(task: Task) -> float:
     if stored and stored.experts:
         widths[EXPERTS] = STORED_BYTES[stored.experts]
     text = sum(number * widths.get(group, width) for group, number in weights_by_group(task.spec.model).items())
-    return text + (2.0 * vision.weights if vision else 0.0)
+    return text + (2.0 * VisionTower(vision=vision).weights if vision else 0.0)
 
 
 def cache_bytes_per_token(model: Model, element_bytes: float, tokens: float = 1.0, computed: float = 0.0) -> float:

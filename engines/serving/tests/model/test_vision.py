@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flagcore_llamacpp.engine import ENGINE as LLAMACPP
 from flagcore_lmdeploy.engine import ENGINE as LMDEPLOY
+from flagcore_models.parts.tower import VisionTower
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import Images, Load
 from flagcore_serving.load.images import Image
@@ -42,6 +43,8 @@ from tests.product.tasks import DENSE, VISION
 ENGINES: dict[str, Any] = {"vllm": VLLM, "sglang": SGLANG, "llamacpp": LLAMACPP, "lmdeploy": LMDEPLOY}
 TOWER = "mm_encoder_tp_mode"
 LARGE = replace(serving_inputs.DENSE, vision=VISION)
+
+WHOLE = VisionTower(vision=VISION)
 
 
 def images(*sizes: tuple[int, int], count: int = 1) -> Images:
@@ -87,8 +90,8 @@ def test_with_separate_prefill_images_delay_only_the_first_token() -> None:
 
 def test_the_tower_takes_memory_even_without_images() -> None:
     text, seen = predicted(None, model=serving_inputs.DENSE), predicted(None)
-    assert float(text.figures["kv_cache_bytes"][0] - seen.figures["kv_cache_bytes"][0]) > 2 * VISION.weights
-    assert VISION.weights == pytest.approx(0.676e9, rel=0.01)  # published: 0.67 billion
+    assert float(text.figures["kv_cache_bytes"][0] - seen.figures["kv_cache_bytes"][0]) > 2 * WHOLE.weights
+    assert WHOLE.weights == pytest.approx(0.676e9, rel=0.01)  # published: 0.67 billion
     off = predicted(None, engine_args={"language_model_only": True})
     assert off.figures["kv_cache_bytes"] == pytest.approx(text.figures["kv_cache_bytes"])
 
@@ -245,7 +248,7 @@ def test_an_encoder_holds_the_tower_alone() -> None:
     kinds = instance_kinds(job, row(VLLM, job, prefill_decode="1xenc+1xtp1"))
     found = VLLM.settings(job, kinds.columns).encoding(kinds.role == 3)
     memory = serving_memory(Serving(model=LARGE, precision="bf16", overheads=OVER), found, costs())
-    assert memory.weights[1] == pytest.approx(2.0 * VISION.weights)
+    assert memory.weights[1] == pytest.approx(2.0 * WHOLE.weights)
     assert memory.weights[0] > 10 * memory.weights[1]
     assert memory.cache[1] == 0.0 < memory.cache[0]
 
@@ -272,7 +275,8 @@ def test_products_of_a_tower_are_those_of_its_weights() -> None:
         for shares in ({}, {"tower_shares": 1.0})
     )
     peak = costs().kernels.gemm_seconds(*(np.array([4096.0]) for _ in range(3)), "bf16")[0] / (2 * 4096.0**3)
-    least = 2 * (VISION.layer_weights + VISION.merger_weights / VISION.merge_size**2) * peak
+    layers = sum(VISION.num_layers * each.weights for each in WHOLE.layer_products)
+    least = 2 * (layers + WHOLE.merger_weights / VISION.merge_size**2) * peak
     assert least < found.patch[0] < 3 * least
     assert found.patch[0] / 4 < found.patch[1] < found.patch[0]
     assert found.ranks.tolist() == [1.0, 1.0]

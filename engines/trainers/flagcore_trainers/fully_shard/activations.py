@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from flagcore_models.layers import layer_counts
+from flagcore_models.layers import layer_counts, own_embeddings
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_models.networks.experts import Experts
@@ -81,15 +81,15 @@ class _PartBytes:
 def activations(job: MemoryInputs) -> Activations:
     """Return the bytes that a rank without a pipeline stores and allocates.
 
-    A table of embeddings that each layer has of its own gives two tensors, which stay until the end of backward:
-    before a norm and after it (transformers 5.24 `models/gemma3n`, `project_per_layer_inputs`).
+    What the embeddings of layers save stays until the end of backward.
     """
     model, u, tensor = job.model, job.value_bytes, job.tensor
     whole = u * model.hidden_size * job.tokens
     hidden = np.where(job.split_tokens, whole / tensor, whole)
     norm = hidden * (NORM_VALUES[u] if not job.fused_norm else 2.0)
     found = {layer: _layer_activations(job, layer, hidden, whole, norm) for layer in layer_counts(model)}
-    embeddings = 2.0 * u * model.num_layers * model.layer_embedding_size * job.tokens
+    own = own_embeddings(model)
+    embeddings = u * own.saved * job.tokens if own else 0.0 * job.tokens
     return Activations(
         stored=sum((found[layer].stored * number for layer, number in layer_counts(model).items()), embeddings),
         embeddings=embeddings,
@@ -116,15 +116,15 @@ def _layer_activations(
 ) -> LayerActivations:
     """Return the bytes of a layer of one kind. `hidden` and `whole`: of its input, on a rank and in a tensor group.
 
-    The backward of a layer with its own embeddings has the inputs of its two products and of a norm, and a product of
-    their width. A connection of several residual streams stores all of them.
+    A connection of several residual streams stores all of them.
     """
     u, blocks, streams = job.value_bytes, len(layer.parts), job.model.residual_streams
     mixer, network = _mixer(job, layer.mixer, hidden), _network(job, layer.network, hidden, whole, norm)
     between = hidden * streams
     full = blocks * (hidden + whole + between * (streams > 1)) + mixer.stored + network.stored
-    if own := job.model.layer_embedding_size:
-        full = full + 2.0 * hidden + 3.0 * u * own * job.tokens
+    if own := own_embeddings(job.model):
+        tensors, elements = own.saved_by_layer
+        full = full + tensors * hidden + u * elements * job.tokens
     if job.adapter:
         full = full + _adapter_bytes(job, layer, job.adapter, whole)
     # Selective checkpoints store every second product, the outputs of attention and of the block, and what tensor

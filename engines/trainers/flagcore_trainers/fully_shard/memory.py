@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from flagcore_models.layers import layer_counts, layers_of
+from flagcore_models.layers import head_of, layer_counts, layers_of
 from flagcore_training.memory.training import Memory
 
 from flagcore.domain.model import Layer
@@ -154,7 +154,7 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
     table, (norm, own), (base, of_experts) = table_weights(job), root_weights(job), job.base_bytes
     all_layers, share = layers_of_rank(job, layer_counts(model), unit_bytes=job.base_bytes)
     trained, own_trained = layers_of_rank(job, layer_counts(model), only_trained=True)
-    is_tied, is_trained = not model.untie_embeddings_and_output_weights, job.adapter is None
+    is_tied, is_trained = head_of(model).tied, job.adapter is None
     edges = table * (1.0 if is_tied else 2.0) + norm + own
     frozen = 0.0 * share if is_trained else share + u * edges / n
     own_trained, table_gradient = own_trained + edges / n * is_trained, table * is_trained

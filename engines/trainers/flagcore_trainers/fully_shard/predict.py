@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-from flagcore_models.layers import layer_counts
+from flagcore_models.layers import head_of, layer_counts
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.networks.experts import Experts
 from flagcore_training.frameworks import has_tiled_loss
@@ -308,7 +308,7 @@ def _exchange(
         across = seconds("all_reduce", job.reduce_bytes * weights / ring[0], *replicas)
         return seconds("reduce_scatter", job.reduce_bytes * weights, *ring) + across
 
-    ends = 1.0 + model.untie_embeddings_and_output_weights * ((job.pipeline == 1) | (job.schedule >= fs.ZBV))
+    ends = 1.0 + (not head_of(model).tied) * ((job.pipeline == 1) | (job.schedule >= fs.ZBV))
     body = reduced = np.zeros(())
     for layer, count in layer_counts(model).items():
         unit, number = job.units[layer], count / job.pipeline

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 from flagcore_models.layers import attention_counts, mixer_counts, network_counts
+from flagcore_models.parts.norm import Norm
 from flagcore_training.layout import Layout, Training
 
 from flagcore.contracts import AttentionShape, Costs, KernelCosts
@@ -22,7 +23,7 @@ INTERVAL, PRETRAINING_INTERVAL = (0.5, 2.0), (0.8, 1.5)
 `benchmarks/published_fsdp2.py`, 7 of 2026), of which none was fitted."""
 BATCH_ROWS = 1 << 14
 """Candidates per batch of formulas."""
-FUSED = {"norm": (2.5, 5.0), "activation": (3.0, 5.0), "rotation": (2.0, 2.0)}
+FUSED = {"norm": Norm.passes, "activation": (3.0, 5.0), "rotation": (2.0, 2.0)}
 """Memory passes that the shared formulas assume for one kernel, forward and backward: over the tensor between layers,
 one of the FFN's width, and queries and keys."""
 SEPARATE_NORM, SEPARATE_ACTIVATION = (20.0, 50.0), (5.0, 9.0)

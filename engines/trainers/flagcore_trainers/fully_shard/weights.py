@@ -15,12 +15,16 @@ from typing import TypeAlias
 
 import numpy as np
 from flagcore_models.layers import (
+    around,
     connections,
+    embedding_of,
+    head_of,
     layer_counts,
     layer_embeddings,
     layers_of,
     mixer_counts,
     product_counts,
+    table_products,
     without_repeats,
 )
 from flagcore_training.adapters import base_bytes, beside, weights_beside
@@ -130,7 +134,7 @@ class Unit:
 
     @classmethod
     def of(cls, job: MemoryInputs, layer: Layer) -> Unit:
-        blocks: Rows = [(job.model.hidden_size, 1), (job.model.residual_weights, 1)]
+        blocks: Rows = [(each.norm_weights, 1) for each in around(job.model)]
         none = np.zeros_like(job.ranks)
         total = [_padded(blocks * len(layer.parts) + _embedding_rows(job)[2:], job.ranks), none, none, none]
         for part in layer.parts:
@@ -174,14 +178,16 @@ def trained_weights(job: MemoryInputs, part: Part) -> Pair:
 
 def table_weights(job: MemoryInputs) -> FloatArray:
     """Return the padded number of weights of the embedding, or of the head, on a tensor-parallel rank."""
-    return _padded([(job.model.vocab_size / job.tensor, job.model.hidden_size)], job.ranks)
+    (table,) = embedding_of(job.model).products(job.model.hidden_size)
+    return _padded([(table.inner(job.tensor), table.outputs)], job.ranks)
 
 
 def root_weights(job: MemoryInputs) -> Pair:
     """Return the padded numbers of weights of the unit of all other modules: of the final norm, and of the table of the
     embeddings that each layer has of its own, with their projection.
     """
-    return _padded([(job.model.hidden_size, 1)], job.ranks), _padded(_embedding_rows(job)[:2], job.ranks)
+    norms: Rows = [(head_of(job.model).norm_weights, 1)]
+    return _padded(norms, job.ranks), _padded(_embedding_rows(job)[:2], job.ranks)
 
 
 def _embedding_rows(job: MemoryInputs) -> Rows:
@@ -249,7 +255,7 @@ def stage_weights(job: MemoryInputs) -> tuple[FloatArray, FloatArray, FloatArray
     of its layers, gathered.
     """
     table, (norm, own) = table_weights(job), root_weights(job)
-    is_tied, found = not job.model.untie_embeddings_and_output_weights, []
+    is_tied, found = head_of(job.model).tied, []
     for place in places(job):
         last = np.where(job.schedule >= ZBV, place == 0, place == job.pipeline - 1.0)
         head = np.where((job.pipeline == 1) & is_tied, 0.0, table)
@@ -266,10 +272,10 @@ def _padded(rows: Rows, ranks: FloatArray) -> FloatArray:
 
 def small_weights(model: Model, most: float) -> int:
     """Return the number of weights in tensors of at most `most` elements, which each rank of ZeRO 3 keeps whole."""
-    h, own = model.hidden_size, without_repeats(model)
-    sizes = [(h, 1 + connections(model)), (model.vocab_size * h, 1 + model.untie_embeddings_and_output_weights)]
+    own = without_repeats(model)
+    sizes = [(head_of(model).norm_weights, 1), (around(model)[0].norm_weights, connections(model))]
     sizes += [(mixer.other_weights, number) for mixer, number in mixer_counts(own).items()]
-    products = Counter(product_counts(own)) + Counter(layer_embeddings(model))
+    products = Counter(product_counts(own)) + Counter(table_products(model))
     for product, number in products.items():
         sizes += [(product.inputs * each.width, number * product.copies) for each in product.layers]
     return sum(size * number for size, number in sizes if size <= most)

@@ -10,6 +10,7 @@ and layers without a gate Korthikanti et al. 2022 (arXiv 2205.05198). The busies
 from dataclasses import dataclass
 
 import numpy as np
+from flagcore_models.layers import depth_of
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_models.networks.experts import Experts
@@ -18,7 +19,7 @@ from flagcore.domain.model import Mixer, Network
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore_training.layout import Layout, Training
 from flagcore_training.memory.modules import Module, Sizes
-from flagcore_training.weights import padded_vocab
+from flagcore_training.weights import padded_vocab, table_sizes
 
 DROPOUT_FACTOR = 2.5
 """Bytes per attention score that softmax and dropout store, as a multiple of a 16-bit value.
@@ -285,8 +286,7 @@ def _dispatch_bytes(
 
 def embedding(train: Training, layout: Layout, sizes: Sizes) -> Module:
     """Return the embedding. It stores only token ids; the gradient of its table has the data type of the weights."""
-    table = sizes.unit * padded_vocab(train.model, layout.tensor) / layout.tensor * train.model.hidden_size
-    table = table * (train.options.adapter is None)
+    table = sizes.unit * table_sizes(train, layout.tensor)[0] * (train.options.adapter is None)
     return Module("embedding", {"tokens": 8.0 * sizes.tokens}, sizes.hidden + sizes.gathered + table)
 
 
@@ -312,16 +312,16 @@ def depths(
 ) -> list[Module]:
     """Return the modules of multi-token prediction: one layer and one loss per depth.
 
-    The layer stores `layer_stored` bytes and needs `layer_peak` more at its peak. A depth also stores an embedding of
-    all tokens, the inputs of two norms and their concatenated outputs, its output before and after a norm, and a copy.
-    Uniform recompute stores only the inputs of depths. The output of a depth counts at most as many bytes as the other
-    `layers` and depths of the stage save.
+    The layer stores `layer_stored` bytes and needs `layer_peak` more at its peak. A depth also stores what
+    `Depth.saved` lists and an embedding of all tokens. Uniform recompute stores only the inputs of depths. The output
+    of a depth counts at most as many bytes as the other `layers` and depths of the stage save.
     """
     depth_count = train.model.mtp_num_layers
     if not depth_count:
         return []
     is_uniform = layout.uniform > 0
-    depth_bytes = layer_stored + 6.0 * sizes.hidden + 12.0 * sizes.rows + sizes.gathered - sizes.scattered
+    saved = depth_of(train.model).saved / train.model.hidden_size * sizes.hidden
+    depth_bytes = layer_stored + saved + 12.0 * sizes.rows + sizes.gathered - sizes.scattered
     input_bytes = 3.0 * sizes.hidden
     logits = _logits(train, layout, sizes)
     gradients = depth_count * sizes.hidden  # gradients of the concatenated outputs of all depths

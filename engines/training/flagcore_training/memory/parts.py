@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import numpy as np
-from flagcore_models.layers import layers_of
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.networks.experts import Experts
+from flagcore_models.parts.tower import VisionTower
 
 from flagcore.domain.model import Layer, Mixer, Network, Part
 from flagcore_training.layout import Layout, Tower, Training
@@ -39,17 +39,17 @@ def part_modules(train: Training, layout: Layout, sizes: Sizes, part: Part) -> l
 def with_tower(entry: Module, train: Training, tower: Tower, layout: Layout) -> Module:
     """Return the embedding `entry` with the tower before it.
 
-    Layers store their tensors if they are trained, and only their input if they are recomputed. Mergers store their
-    input, and what is before and after their activation function. The language model stores their outputs. Selective
-    recompute is not included: fused attention stores no scores.
+    Layers store their tensors if they are trained, and only their input if they are recomputed. The language model
+    stores the outputs of the mergers. Selective recompute is not included: fused attention stores no scores.
     """
     vision, own, mesh = tower.vision, tower_training(tower, train), tower_layout(tower, layout)
+    whole = VisionTower(vision=vision)
     sizes, count = Sizes.from_layout(own, mesh), np.full_like(layout.tensor, float(vision.num_layers))
-    layer = StoredLayer.from_modules(modules_of(own, mesh, sizes, layers_of(own.model)[0]))
+    layer = StoredLayer.from_modules(modules_of(own, mesh, sizes, whole.layer))
     repeated = tower_repeats(tower, layout)
     outputs = vision.mergers * sizes.unit * vision.output_size * sizes.tokens / vision.merge_size**2
     is_merged = not (tower.frozen and tower.frozen_mergers)
-    stored = outputs + is_merged * vision.mergers * sizes.whole * (1.0 + 2.0 / mesh.tensor)
+    stored = outputs + is_merged * sizes.unit * sizes.tokens * whole.saved_by_mergers(mesh.tensor)
     work = layer.stored
     if not tower.frozen:
         stored = stored + count * (repeated * sizes.hidden + (1.0 - repeated) * layer.stored)

@@ -8,7 +8,7 @@ from functools import reduce
 from operator import add
 
 import numpy as np
-from flagcore_models.layers import depth_layer
+from flagcore_models.layers import depth_of
 
 from flagcore.domain.model import Part
 from flagcore.domain.space import BoolArray, FloatArray
@@ -79,7 +79,7 @@ class Kinds:
         last, ends = Layer.from_modules(head_row), (entry, head_row)
         found = cls(train, layout, sizes, modules, *ends, recomputed, offloaded, last)
         if model.mtp_num_layers:
-            row = modules_of(train.of_depths, layout, sizes, depth_layer(model))
+            row = modules_of(train.of_depths, layout, sizes, depth_of(model).layer)
             found = replace(found, mtp=found._layer(row))
         if kinds.are_plain:
             none = tuple(np.zeros(()) for _ in kinds.layers)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from flagcore_models.layers import attention_of, experts_of
+from flagcore_models.layers import attention_of, depth_of, experts_of
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.latent_attention import LatentAttention
 
@@ -38,7 +38,7 @@ from flagcore_training.memory.states import (
 from flagcore_training.memory.stored_activations import Kinds, activation_parts, stage_activations
 from flagcore_training.stages import Stage, StageGroups, depths_received, stage, stages
 from flagcore_training.vision import tower_weights
-from flagcore_training.weights import ADAPTER_PARTS, EXPERT_PARTS, Parts, padded_vocab, stage_parameters
+from flagcore_training.weights import ADAPTER_PARTS, EXPERT_PARTS, Parts, stage_parameters, table_sizes
 
 
 def workspaces(train: Training) -> float:
@@ -131,8 +131,9 @@ def _gradient_placeholders(train: Training, layout: Layout, stage: Stage) -> Flo
         shared = sum(each.weights for each in experts.always(h)) / tensor
         is_same = (experts.shared / tensor == experts.width / layout.expert_tensor) & (experts.expert_width(h) == h)
         weights = weights + (expert + shared * ~is_same) * (stage.later > 0)
-    weights = weights + stage.last * padded_vocab(model, tensor) / tensor * h
-    return 2.0 * (weights + 2.0 * h * h / tensor * (stage.mtp > 0))
+    weights = weights + stage.last * table_sizes(train, tensor)[1]
+    joined = sum(each.weights for each in depth_of(model).products(h))
+    return 2.0 * (weights + joined / tensor * (stage.mtp > 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

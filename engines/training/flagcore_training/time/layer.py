@@ -6,12 +6,14 @@ from functools import reduce
 from operator import add
 
 import numpy as np
+from flagcore_models.layers import head_of
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.indexer import Indexer
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_models.mixers.mamba import Mamba
 from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_models.networks.experts import Experts
+from flagcore_models.parts.tables import Embedding, Head
 
 from flagcore.contracts import AttentionShape, Costs
 from flagcore.domain.model import Layer, Mixer, Network, Part, Product
@@ -24,6 +26,7 @@ from flagcore_training.time.passes import (
     Block,
     Linear,
     Seconds,
+    StageTime,
     TensorCollectives,
     activation_seconds,
     collective,
@@ -218,42 +221,41 @@ def ffn_block(network: Network, train: Training, layout: LayerLayout, costs: Cos
     return Block(forward, backward, products.weight_gradient, repeated)
 
 
-def head_time(train: Training, layout: LayerLayout, costs: Costs) -> Block:
+def head_time(train: Training, layout: LayerLayout, costs: Costs) -> StageTime:
     """Return the time of final norm, output head and loss, for the model and each depth of multi-token prediction.
 
-    The head runs in 16 bits at every precision of the layers, unless "head" is one of `mxfp8_modules`. Logits are
-    written in 16 and 32 bits, read for the maximum and the sum, and converted to their gradient (megatron-core 0.16
-    `cross_entropy.py`). A fused loss needs half of this memory traffic.
+    The head runs in 16 bits at every precision of the layers, unless "head" is one of `mxfp8_modules`. A fused loss
+    needs half of the memory traffic that `Head` describes.
     """
     model, kernels, unit = train.model, costs.kernels, float(train.value_bytes)
     tokens, rows = layout.tokens(train.sequence), layout.token_rows(train.sequence)
     vocab = padded_vocab(model, layout.tensor) / layout.tensor
     precision = "mxfp8" if "head" in train.options.mxfp8_modules else train.unquantised
-    product = linear(kernels, tokens, model.hidden_size, vocab, precision)
+    (described,) = head_of(model).products(model.hidden_size)
+    product = linear(kernels, tokens, described.inputs, vocab, precision)
     norm, norm_back = norm_seconds(kernels, unit * model.hidden_size * rows)
-    traffic = (8.0 if train.options.cross_entropy_fusion else 16.0) * vocab * tokens
-    loss, loss_back = kernels.memory_seconds(traffic), kernels.memory_seconds(0.5 * traffic)
+    traffic = (1.0 if train.options.cross_entropy_fusion else 2.0) * vocab * tokens
+    loss, loss_back = (kernels.memory_seconds(passes * traffic) for passes in Head.passes)
     tp = TensorCollectives.from_layout(train, layout, costs)
-    launches = np.full_like(tokens, 20.0)
+    launches = np.full_like(tokens, Head.launches)
     gather = tp.gather * layout.sequence_parallel
     forward = Seconds.from_compute(product.forward + norm + loss, tensor=gather, launches=launches)
     gradients = product.input_gradient + norm_back + loss_back + train.options.tiled_loss * product.forward
     backward = Seconds.from_compute(gradients, tensor=tp.backward(product), launches=launches)
-    block = Block(forward, backward, product.weight_gradient, Seconds.from_compute(np.zeros_like(tokens)))
-    return block * (1.0 + model.mtp_num_layers)
+    return StageTime(forward, backward, product.weight_gradient) * (1.0 + model.mtp_num_layers)
 
 
-def embedding_time(train: Training, layout: LayerLayout, costs: Costs) -> Block:
+def embedding_time(train: Training, layout: LayerLayout, costs: Costs) -> StageTime:
     """Return the time of the embedding: looking up a micro-batch's tokens, and computing the gradient of the table."""
     tokens, row_bytes = layout.tokens(train.sequence), train.value_bytes * train.model.hidden_size
     tp = TensorCollectives.from_layout(train, layout, costs)
-    zeros, launches = np.zeros_like(tokens), np.full_like(tokens, 6.0)
+    zeros, launches = np.zeros_like(tokens), np.full_like(tokens, Embedding.launches)
     reduction = np.where(layout.sequence_parallel > 0, tp.scatter, tp.reduce)
     forward = Seconds.from_compute(
-        costs.kernels.memory_seconds(2.0 * row_bytes * tokens), tensor=reduction, launches=launches
+        costs.kernels.memory_seconds(Embedding.passes[0] * row_bytes * tokens), tensor=reduction, launches=launches
     )
     backward = Seconds.from_compute(zeros, tensor=tp.gather * layout.sequence_parallel, launches=launches)
-    return Block(forward, backward, costs.kernels.memory_seconds(3.0 * row_bytes * tokens), Seconds.from_compute(zeros))
+    return StageTime(forward, backward, costs.kernels.memory_seconds(Embedding.passes[1] * row_bytes * tokens))
 
 
 def _projections(mixer: Attention, train: Training, layout: LayerLayout, costs: Costs) -> tuple[Linear, Linear, Linear]:

@@ -7,8 +7,10 @@ from functools import reduce
 from itertools import pairwise
 
 import numpy as np
+from flagcore_models.layers import streams_of
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.networks.experts import Experts
+from flagcore_models.parts.norm import Norm
 
 from flagcore.contracts import CollectiveCosts, Costs, KernelCosts
 from flagcore.domain.model import Network
@@ -111,17 +113,6 @@ class Block(ArrayRecord):
     weight: FloatArray
     repeated: Seconds
 
-    def recomputed(self, share: FloatArray, selective: FloatArray) -> StageTime:
-        """Return the times with recompute: in full of a `share` of the layers, and selective of the others.
-
-        Full recompute repeats the forward pass with its collectives before the backward pass. `selective` is 1 if the
-        named modules of the other layers are repeated, else 0.
-        """
-        backward = self.backward
-        for extra, times in ((self.forward, share), (self.repeated, selective * (1.0 - share))):
-            backward = backward + extra * times if times.any() else backward
-        return StageTime(self.forward, backward, self.weight)
-
 
 @dataclass(frozen=True, slots=True)
 class StageTime(ArrayRecord):
@@ -137,24 +128,19 @@ class StageTime(ArrayRecord):
 
 
 def norm_seconds(kernels: KernelCosts, tensor_bytes: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return the seconds of a norm: forward (2.5 memory passes over its tensor) and backward (5 passes).
-
-    On one accelerator, 2.3 to 3.3 and 6.3 to 7.5 passes were measured at sizes that keep it fully busy.
-    """
-    return kernels.memory_seconds(2.5 * tensor_bytes), kernels.memory_seconds(5.0 * tensor_bytes)
+    """Return the seconds of a norm over a tensor, forward and backward."""
+    forward, backward = Norm.passes
+    return kernels.memory_seconds(forward * tensor_bytes), kernels.memory_seconds(backward * tensor_bytes)
 
 
 def norm_and_residual(train: Training, layout: LayerLayout, costs: Costs) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the seconds of a block's norm in forward and in backward, and of the residual sum after the block.
-
-    With n residual streams, kernels before the block read them twice and write their sum, and one after it reads and
-    writes them and reads the block's output (arXiv 2512.24880). Backward is counted with twice this traffic.
-    """
-    kernels, unit, streams = costs.kernels, float(train.value_bytes), train.model.residual_streams
+    """Return the seconds of a block's norm in forward and in backward, with its residual streams if there are several,
+    and of the residual sum after the block."""
+    kernels, unit = costs.kernels, float(train.value_bytes)
     h, rows = train.model.hidden_size, layout.token_rows(train.sequence)
     norm, back = norm_seconds(kernels, unit * h * rows)
-    if streams > 1:
-        mixed = kernels.memory_seconds(unit * (4.0 * streams - 1.0) * h * rows)
+    if streams := streams_of(train.model):
+        mixed = kernels.memory_seconds(unit * streams.moved * h * rows)
         norm, back = norm + mixed, back + 2.0 * mixed
     return norm, back, kernels.memory_seconds(unit * 3.0 * h * rows)
 

@@ -9,7 +9,7 @@ from operator import add
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from flagcore_models.layers import depth_layer, experts_of
+from flagcore_models.layers import depth_of, experts_of
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
@@ -21,8 +21,9 @@ from flagcore_training.memory.stored_activations import offloaded_bytes
 from flagcore_training.stages import Stage, StageGroups
 from flagcore_training.time.layer import embedding_time, head_time, layer_time
 from flagcore_training.time.passes import Block, Seconds, StageTime, Total
-from flagcore_training.time.vision import tower_block, tower_time
-from flagcore_training.weights import layer_parameters, own_depths, own_share, stage_parameters
+from flagcore_training.time.vision import tower_block
+from flagcore_training.vision import tower_repeats
+from flagcore_training.weights import layer_parameters, own_share, stage_parameters
 
 ACCUMULATION_BYTES = {True: 8.0, False: 12.0}
 """Memory traffic in bytes per parameter and micro-batch to add a weight gradient to its fp32 buffer. Counted.
@@ -93,7 +94,7 @@ def _parts(train: Training, layout: LayerLayout, costs: Costs) -> Parts:
     described = [*layer_kinds(train.model).layers]
     layers = [layer_time(train, layout, costs, each) for each in described]
     if train.model.mtp_num_layers:
-        depth, own = depth_layer(train.model), train.of_depths
+        depth, own = depth_of(train.model).layer, train.of_depths
         is_known = own is train and depth in described
         layers.append(layers[described.index(depth)] if is_known else layer_time(own, layout, costs, depth))
         described.append(depth)
@@ -103,8 +104,7 @@ def _parts(train: Training, layout: LayerLayout, costs: Costs) -> Parts:
             layers[group] = [_with_sums(train, costs, layers[group][0], weights[group][0])]
     tower = () if train.tower is None else (tower_block(train, train.tower, layout, costs),)
     ends = embedding_time(train, layout, costs), head_time(train, layout, costs)
-    embedding, head = (StageTime(end.forward, end.backward, end.weight) for end in ends)
-    return Parts(tuple(layers), tuple(weights), embedding, head, tower)
+    return Parts(tuple(layers), tuple(weights), *ends, tower)
 
 
 def _groups(train: Training) -> tuple[slice, ...]:
@@ -173,12 +173,9 @@ class Work(ArrayRecord, Generic[S]):
         forward, backward = self.forward, self.backward
         if share.any():
             backward = backward + self.again * share
-        waits = launch_wait(forward.total, forward.launches, host.launch_s, host.forward)
-        busy = backward.total + self.weight
-        return (
-            forward.plus(waits),
-            backward.plus(launch_wait(busy, backward.launches, host.launch_s, host.backward)),
-        )
+        busy, launch_s = backward.total + self.weight, host.launch_s
+        forward = forward.plus(launch_wait(forward.total, forward.launches, launch_s, host.forward))
+        return forward, backward.plus(launch_wait(busy, backward.launches, launch_s, host.backward))
 
     def busy(self, share: FloatArray, host: Host) -> FloatArray:
         """Return the seconds of both passes, with weight gradients."""
@@ -197,11 +194,6 @@ def work_of(layers: Block, selective: FloatArray, ends: StageTime | None = None)
     return Work(forward, backward, weight, again)
 
 
-def end_work(end: StageTime) -> Work[Seconds]:
-    """Return the work of an end of a model, which is not recomputed."""
-    return Work(end.forward, end.backward, end.weight, end.forward * 0.0)
-
-
 def stage_work(
     train: Training, costs: Costs, parts: Parts, stage: Stage, weights: FloatArray, selective: FloatArray
 ) -> tuple[Work[Seconds], FloatArray]:
@@ -209,7 +201,7 @@ def stage_work(
     weights whose gradients are added to their buffers by kernels of their own."""
     numbers, shares = stage.numbers, [own_share(train.model)] * len(stage.numbers)
     if train.model.mtp_num_layers:
-        numbers, shares = (*numbers, stage.mtp), [*shares, own_depths(train.model)]
+        numbers, shares = (*numbers, stage.mtp), [*shares, depth_of(train.model).own]
     found = []
     for group in _groups(train):
         blocks, counts = parts.layers[group], numbers[group]
@@ -252,19 +244,19 @@ def stage_time(
 def _tower_work(train: Training, layout: Layout | StageLayout, tower: Block) -> Work[Seconds]:
     """Return the work of the vision tower, with its recompute."""
     assert train.tower is not None
-    work = end_work(tower_time(train.tower, layout, tower))
-    return replace(work, weight=np.zeros_like(work.weight)) if train.options.adapter else work
+    work = work_of(tower, layout.selective)
+    backward = work.backward + work.again * tower_repeats(train.tower, layout)
+    return Work(work.forward, backward, work.weight * (train.options.adapter is None), work.again * 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkTable:
     """The work of each part of a model, which searches for splits of layers add up.
 
-    `parts` is `stage_work` of five stages that have one part alone: a mean layer after the leading dense ones, a
-    leading one, the first end, the last one, and the depths of multi-token prediction, of shape (5, combinations).
-    `once_s` are the seconds that each stage takes once. For each candidate, `place` is its combination, `layer` the
-    first part of it, `tower` the work of a vision tower, and `recomputed` the layers of a stage that are recomputed in
-    full. Offload of activations is not included.
+    `parts` is `stage_work` of five stages with one part alone, of shape (5, combinations): a mean layer after the
+    leading dense ones, a leading one, the first end, the last one, and all depths. `once_s` are the seconds that each
+    stage takes once. For each candidate, `place` is its combination, `layer` its first part, `tower` the work of a
+    vision tower, and `recomputed` the layers of a stage that are recomputed in full. Offload is not included.
     """
 
     parts: Work[Total]
@@ -332,9 +324,6 @@ class LayersWork(ArrayRecord):
         """Return the work of several stages. Arrays that all stages share are not repeated."""
         return _mapped(_stacked, *stages)
 
-    def __getitem__(self, rows: slice | IntArray) -> LayersWork:
-        return _mapped(lambda values: _of_candidates(values, rows), self)
-
     def seconds(self, layers: FloatArray) -> FloatArray:
         """Return the seconds of one micro-batch on stages with `layers` layers, equal to `StageTime.busy`."""
         return (self.layer * layers + self.fixed).busy(recomputed_share(self.recomputed, layers), self.host)
@@ -348,20 +337,10 @@ def _summed(work: Work[Seconds]) -> Work[Total]:
 def _stages_of_parts(train: Training) -> Stage:
     """Return five stages, each with one part of the model, in the order of `WorkTable`: fields of shape (5, 1)."""
     layer, leading, first, last, mtp = np.eye(5)[:, :, None]
-    return Stage(
-        first=first,
-        last=last,
-        final_norm=last,
-        layers=layer + leading,
-        leading=leading,
-        mtp=mtp * train.model.mtp_num_layers,
-        numbers=layer_kinds(train.model).mean(layer + leading, leading),
-        index=0.0 * first,
-        chunk=layer + leading,
-        in_flight=0.0 * first,
-        deferred=0.0 * first,
-        copies=np.ones_like(first),
-    )
+    zeros, layers = np.zeros_like(first), layer + leading
+    ends = {"first": first, "last": last, "final_norm": last, "mtp": mtp * train.model.mtp_num_layers}
+    sizes = {"layers": layers, "leading": leading, "numbers": layer_kinds(train.model).mean(layers, leading)}
+    return Stage(**ends, **sizes, index=zeros, chunk=layers, in_flight=zeros, deferred=zeros, copies=zeros + 1.0)
 
 
 def _mapped(function: Callable[..., Any], *values: V) -> V:
@@ -376,11 +355,6 @@ def _stacked(*values: Any) -> Any:
     if all(each is values[0] for each in values):
         return values[0]
     return np.stack(np.broadcast_arrays(*map(np.atleast_1d, values)))
-
-
-def _of_candidates(values: Any, rows: Any) -> Any:
-    """Return the columns `rows` of arrays whose last axis is the candidates, unless all candidates share a value."""
-    return values.take(rows, -1) if isinstance(values, np.ndarray) and values.ndim and values.shape[-1] > 1 else values
 
 
 def summing_seconds(train: Training, costs: Costs, weights: FloatArray) -> FloatArray:

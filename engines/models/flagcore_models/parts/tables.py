@@ -1,0 +1,50 @@
+"""The embedding, and the final norm with the output head and the loss."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from flagcore.domain.model import Part, Product
+
+_table = partial(Product, adapts=False, group="")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedding(Part):
+    """A row of the hidden size for each token of the `vocabulary`. It saves the token ids.
+
+    A pass moves a row `passes` times: it is read and written, and its gradient is added to the table. `launches`: of a
+    pass (an estimate).
+    """
+
+    passes: ClassVar[tuple[float, float]] = (2.0, 3.0)
+    launches: ClassVar[float] = 6.0
+
+    vocabulary: int
+
+    def products(self, hidden_size: int) -> tuple[Product, ...]:
+        return (_table(inputs=self.vocabulary, outputs=hidden_size, split="inputs", component="embedding"),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head(Part):
+    """The final norm of `width` elements, the product with the vocabulary, and the loss.
+
+    `tied`: whether its table is that of the embedding. The loss moves 8 elements of 16 bits per logit forward and 4
+    backward: logits are written in 16 and 32 bits, read for the maximum and the sum, and converted to their gradient
+    (megatron-core 0.16 `cross_entropy.py`). `launches`: of a pass (an estimate).
+    """
+
+    passes: ClassVar[tuple[float, float]] = (8.0, 4.0)
+    launches: ClassVar[float] = 20.0
+
+    vocabulary: int
+    width: int
+    tied: bool = False
+
+    def products(self, hidden_size: int) -> tuple[Product, ...]:
+        return (_table(inputs=hidden_size, outputs=self.vocabulary, component="output_head"),)
+
+    @property
+    def norms(self) -> tuple[int, ...]:
+        return (self.width,)
