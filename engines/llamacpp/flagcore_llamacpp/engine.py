@@ -196,9 +196,8 @@ def _cache_bytes(task: Task, values: Columns, context: IntArray, batch: IntArray
         if not isinstance(mixer, Attention):
             total = total + number * (slots * mixer.state_bytes + caches * context * mixer.token_bytes(1.0) * element)
             continue
-        cells = context
-        if mixer.window and not is_full:
-            cells = _padded(np.minimum(context, mixer.window * (slots // caches) + batch))
+        windows = _padded(np.minimum(context, (mixer.window or 0) * (slots // caches) + batch))
+        cells = windows if mixer.window and not is_full else context
         total = total + number * caches * cells * (mixer.cached_on(1.0) + mixer.index_bytes) * element
     return total
 
@@ -251,8 +250,7 @@ def _flag(name: str, value: EngineArg) -> Sequence[str]:
     True becomes the bare flag, and False its opposite, unless the flag takes the values on and off. None becomes no
     word.
     """
-    flag = FLAGS_BY_NAME.get(name)
-    spelling = f"--{name}"
+    flag, spelling = FLAGS_BY_NAME.get(name), f"--{name}"
     if value is None:
         return ()
     if not isinstance(value, bool):

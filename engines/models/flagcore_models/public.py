@@ -41,8 +41,7 @@ def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
     Letters may differ in case. Fine-tuned and quantized variants, also of other organizations, have the shape of the
     model whose name they extend. Returns None for an unknown name.
     """
-    found = public_name(name)
-    if found is None or name.count("/") != 1:
+    if (found := public_name(name)) is None or name.count("/") != 1:
         return None
     config, (stem, weights), lower = dict(_table()[found]), _stem(name), name.lower()
     if lower.endswith("-base"):  # only DeepSeek-V4's experts that were trained further have 4 bits
@@ -57,9 +56,10 @@ def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
     if found.lower() == name.lower() or weights is None:
         return config, format_of_weights(config)
     config.pop("quantization_config", None)
-    if weights == "fp8" and lower.partition("/")[0] in _NAMES["fp8_blocks"]:
-        blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-        config["quantization_config"] = blocks | {"modules_to_not_convert": _NAMES["in_16_bits"].get(stem, [])}
+    for each in _NAMES["stated"]:
+        if lower.startswith(tuple(each["names"])) and weights in each["weights"]:
+            whole = {"modules_to_not_convert": _NAMES["in_16_bits"].get(stem, [])}
+            config["quantization_config"] = each["section"] | whole
     return config, None if weights == "bf16" else weights
 
 

@@ -132,21 +132,20 @@ def test_sparse_latent_attention_caches_fp8_by_default_on_new_chips(
         ("sglang", "compressed-tensors", {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, 2.0),
         ("sglang", "modelopt", {"kv_cache_quant_algo": "FP8"}, 1.0),
         ("sglang", "modelopt", {"kv_cache_quant_algo": None}, 2.0),
+        ("trtllm", "modelopt", {"kv_cache_quant_algo": "FP8"}, 1.0),
     ],
 )
 def test_a_checkpoint_may_state_the_type_of_the_cache(
     engine: str, method: str, stated: dict[str, object], element: float
 ) -> None:
     config: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256}
-    config |= {
-        "intermediate_size": 512,
-        "num_attention_heads": 8,
-        "vocab_size": 1000,
-        "quantization_config": {"quant_method": method, **stated},
-    }
+    config |= {"intermediate_size": 512, "num_attention_heads": 8, "vocab_size": 1000}
+    config["quantization_config"] = {"quant_method": method, **stated}
     task = planned(engine, model=model_of_config(config, name="", file="config.json"))
     assert settings(task).cache_element_bytes.item() == element
     assert settings(task, kv_cache_type="bfloat16").cache_element_bytes.item() == 2.0
+    task = planned(engine, model=public_model("nvidia/Llama-3.3-70B-Instruct-FP4"))
+    assert settings(task).cache_element_bytes.item() == 1.0
 
 
 def test_compressed_attention_has_its_own_defaults() -> None:

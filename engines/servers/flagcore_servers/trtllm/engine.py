@@ -11,12 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 from flagcore_importers.programs import strip_dashes
+from flagcore_models.quantized import has_fp8_cache
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import Instance, address
 from flagcore_serving.space import knobs, rules
 from flagcore_serving.space.hardware import DP, PP, TP, count
-from flagcore_serving.space.knobs import DRAFTED, EAGER, PREFIX, SPECULATION, as_words, or_default
+from flagcore_serving.space.knobs import DRAFTED, EAGER, KV, PREFIX, SPECULATION, as_words, or_default
 from flagcore_serving.space.program import Program
 from flagcore_serving.space.settings import Settings
 
@@ -65,14 +66,10 @@ class TrtllmProgram(Program):
                 result[GRAPHS] = max(map(int, re.findall(r"\d+", str(value))), default=0)
             elif value is not None and value != "null":
                 result[key] = value
-        if self._is_on(result.pop(ATTENTION_DP, False)):
+        if str(result.pop(ATTENTION_DP, False)).lower() == "true":
             for name in [name for name in result if (knob := self.knob_of(strip_dashes(name))[0]) and knob.name == TP]:
                 result[DP] = result.pop(name)
         return result
-
-    @staticmethod
-    def _is_on(value: EngineArg) -> bool:
-        return str(value).lower() == "true"
 
 
 def _gib(name: str, value: EngineArg) -> int:
@@ -115,6 +112,8 @@ class TensorRtLlm(ServingEngine):
         """
         values = PROGRAM.columns(task, columns)
         ranks = values[TP] * values[PP] * values[DP]
+        stated = has_fp8_cache(task.spec.model, ("modelopt",))  # NVIDIA/TensorRT-LLM issue 8843
+        is_default = values[KV] <= PROGRAM.code(KV, "auto")
         return Settings.of(
             task,
             values,
@@ -124,6 +123,7 @@ class TensorRtLlm(ServingEngine):
             block_size=PROGRAM.values(values, BLOCK),
             chunked=values[CHUNKED],
             graph_tokens=np.where(values[EAGER] == 0, PROGRAM.values(values, GRAPHS), 0),
+            cache_element_bytes=np.where(is_default & stated, 1.0, PROGRAM.element_bytes(values)),
             rest_share=knobs.shares(values[MEMORY], 0.9),
             drafted=np.where(values[SPECULATION] > 0, or_default(values[DRAFTED], 1), 0),
             host_cache=values[OFFLOAD] * ranks * 2.0**30,

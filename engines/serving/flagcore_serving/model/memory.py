@@ -187,8 +187,7 @@ def offloaded_bytes(serving: Serving, settings: Settings) -> FloatArray:
     """Return the bytes of a device's weights that are in the memory of the host: at most those of its layers."""
     if not settings.offloaded.any():
         return np.zeros(settings.offloaded.shape)
-    layers = weight_bytes(serving, settings) - table_bytes(serving, settings)
-    return np.minimum(settings.offloaded, layers)
+    return np.minimum(settings.offloaded, weight_bytes(serving, settings) - table_bytes(serving, settings))
 
 
 def table_bytes(serving: Serving, settings: Settings) -> FloatArray:
