@@ -230,7 +230,8 @@ def test_a_configuration_says_model_layout_and_lengths(name: str, folder: Path) 
     [
         ("", True),
         ("quantize_moe_experts: true\n", False),
-        ("fsdp_version: 2\n", False),
+        ("fsdp_version: 2\n", True),
+        ("fsdp_config: {auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n", False),
         ("deepspeed: deepspeed_configs/zero3.json\n", False),
         ("deepspeed: deepspeed_configs/zero2.json\n", True),
     ],

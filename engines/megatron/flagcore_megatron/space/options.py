@@ -269,6 +269,7 @@ def _refusals(task: Task, settings: Settings, enabled: Set[str]) -> dict[str, tu
     """Return for settings whether Megatron refuses them beside the others, and why."""
     modules, model, version = recompute_modules(settings), task.spec.model, release(task.spec)
     dispatcher, optimizer = settings.get("moe_token_dispatcher_type"), str(settings.get("optimizer") or "adam")
+    offloaded, inside, whole = words(settings.get("offload_modules")), {"moe_act", "expert_fc1"}, "fused_group_mlp"
     possible_modules = {
         "mla_up_proj": any(each.name == "queries" for each in product_counts(model)),
         "moe_act": "moe_grouped_gemm" in enabled,
@@ -296,10 +297,11 @@ def _refusals(task: Task, settings: Settings, enabled: Set[str]) -> dict[str, tu
             "excludes recompute_modules: moe",
         ),
         "offload_modules": (
-            "moe" in modules
-            and not words(settings.get("offload_modules")).isdisjoint({"moe_act", "expert_fc1"})
-            and in_versions(">=0.19", version),
-            "may not be inside recompute_modules: moe",
+            ("moe" in modules and not offloaded.isdisjoint({*inside, whole}) and in_versions(">=0.19", version))
+            or (whole in offloaded and ("use_transformer_engine_op_fuser" not in enabled or bool(offloaded & inside)))
+            or ("attn_proj" in offloaded and "core_attn" not in offloaded),
+            "may not be inside recompute_modules: moe; attn_proj needs core_attn, fused_group_mlp needs"
+            " use_transformer_engine_op_fuser and excludes expert_fc1 and moe_act",
         ),
         "cuda_graph_scope": (
             settings.get("cuda_graph_impl") == "full_iteration",
@@ -393,9 +395,8 @@ def _imbalance(settings: Settings) -> float:
 
 def _dispatcher(settings: Settings) -> str:
     """Return the dispatcher of tokens, as in `Options.dispatcher`."""
-    is_hybrid_ep = settings.get("moe_flex_dispatcher_backend") == "hybridep"
-    name = str(settings["moe_token_dispatcher_type"])
-    return "hybridep" if name == "flex" and is_hybrid_ep else name
+    name, backend = str(settings["moe_token_dispatcher_type"]), settings.get("moe_flex_dispatcher_backend")
+    return "hybridep" if (name, backend) == ("flex", "hybridep") else name
 
 
 def graphs(settings: Settings) -> frozenset[str]:

@@ -108,6 +108,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**dict.fromkeys(SWITCHES.values(), True), "overlap_p2p_comm": False},
     ),
 }
+OFFLOADS = {"fine_grained_activation_offloading": True}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -132,10 +133,9 @@ def test_setting_becomes_an_option_and_the_others_stay(name: str) -> None:
         ({"optimizer": "sgd", "use_precision_aware_optimizer": True}, "use_precision_aware_optimizer"),
         ({"recompute_modules": "moe_act"}, "recompute_modules"),
         ({"recompute_modules": "moe", "overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm"),
-        (
-            {"recompute_modules": "moe", "offload_modules": "moe_act", "fine_grained_activation_offloading": True},
-            "offload_modules",
-        ),
+        ({"recompute_modules": "moe", "offload_modules": "moe_act", **OFFLOADS}, "offload_modules"),
+        ({"offload_modules": "attn_proj", **OFFLOADS}, "offload_modules"),
+        ({"offload_modules": "fused_group_mlp", **OFFLOADS}, "offload_modules"),
         ({"cuda_graph_impl": "full_iteration", "cuda_graph_scope": "attn"}, "cuda_graph_scope"),
         ({"recompute_modules": "shared_experts", "moe_shared_expert_overlap": True}, "recompute_modules"),
         (

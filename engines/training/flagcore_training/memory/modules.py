@@ -133,6 +133,7 @@ OFFLOADED = {
     "mlp_norm": ("mlp_norm",),
     "expert_fc1": ("expert_fc1",),
     "moe_act": ("moe_first",),
+    "fused_group_mlp": ("expert_fc1", "moe_first", "moe_act"),
 }
 """The tensors that are sent to the host if a module is offloaded: the module's inputs."""
 
