@@ -260,9 +260,8 @@ def tpe(seeds: int) -> Searcher:
     """Return Optuna's TPE over the knobs that vary; illegal and repeated suggestions cost nothing."""
 
     def search(sweep: Sweep) -> list[Search]:
-        own = zlib.crc32(
-            repr((sweep.name, sweep.source)).encode()
-        )  # otherwise all sweeps begin with the same suggestions
+        # otherwise all sweeps begin with the same suggestions
+        own = zlib.crc32(repr((sweep.name, sweep.source)).encode())
         return [_sample(sweep, optuna.samplers.TPESampler(seed=own + seed), own + seed) for seed in range(seeds)]
 
     return search

@@ -416,9 +416,8 @@ def test_server_counts_the_same_tokens_as_the_client(running: Server) -> None:
     assert result.problems == ()
     assert result.completed == 12
     sent = sum(one.input_tokens for one in result.requests)
-    assert (
-        sent - 3 <= counted(running, "prompt_tokens_total") <= sent
-    )  # a first token that a slot has is not read again
+    # a first token that a slot has is not read again
+    assert sent - 3 <= counted(running, "prompt_tokens_total") <= sent
     assert counted(running, "tokens_predicted_total") == sum(one.output_tokens for one in result.requests)
     times = [(one.tpot_s, one.ttft_s) for one in result.requests]
     # on a busy machine, the tokens of an answer arrive together: TPOT is 0

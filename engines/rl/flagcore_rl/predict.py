@@ -335,9 +335,8 @@ def _step(
     training = trained.training_s * (1 + work.critic)
     logprobs, judge = trained.forward_s * passes, 0.0
     refit = refit_s(bool(apart))
-    if (
-        work.reference and not work.trainer.adapter
-    ):  # the policy moves to the host, the reference to the device, and the policy back
+    if work.reference and not work.trainer.adapter:
+        # the policy moves to the host, the reference to the device, and the policy back
         logprobs += 3.0 * copy_s(trained.weights)
     static, _peak, reserved, used = trained.memory
     swap, states = 0.0, max(static - trained.weights, 0.0)

@@ -228,9 +228,8 @@ def test_hosts_of_some_releases_need_a_time_for_each_layer_of_a_server() -> None
     serve = [{"engine": "vllm", "precision": "bf16", **load, **each} for each in ({"engine_version": "0.11.0"}, {})]
     older, newer = api.estimate_jobs([{**job, "id": "1", "serve": each} for each in serve])
     assert older["tpot_s"]["mean"] > 2.0 * newer["tpot_s"]["mean"]
-    assert older["tpot_s"]["mean"] == pytest.approx(
-        36 * 0.75e-3, rel=0.1
-    )  # Qwen3-4B has 36 layers, each captured in pieces
+    # Qwen3-4B has 36 layers, each captured in pieces
+    assert older["tpot_s"]["mean"] == pytest.approx(36 * 0.75e-3, rel=0.1)
 
 
 @dataclass(frozen=True)

@@ -136,11 +136,9 @@ class TensorRtLlm(ServingEngine):
         argv = [*PROGRAM.start_command(spec), spec.serve.weights or "", "--host", address(task), "--port", PORT]
         argv += knobs.arguments(PROGRAM.knobs, {**values, TP: count(values, TP) * data})
         argv += ["--enable_attention_dp", "true"] if data > 1 else []
-        if (
-            values.get(TOKENS) is None
-            and (needed := int(prefill_tokens(task, np.zeros(1, dtype=np.int64), 0)[0])) > 8192
-        ):
-            argv += ["--max_num_tokens", str(needed)] if not values.get(CHUNKED) else []
+        needed = int(prefill_tokens(task, np.zeros(1, dtype=np.int64), 0)[0])
+        if values.get(TOKENS) is None and needed > 8192 and not values.get(CHUNKED):
+            argv += ["--max_num_tokens", str(needed)]
         argv += as_words(PROGRAM.parse(spec).others, has_negation=False)
         return Instance(argv=tuple(argv), environment={} if spec.serve.elsewhere else {"HF_HUB_OFFLINE": "1"})
 

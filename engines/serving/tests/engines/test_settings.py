@@ -212,9 +212,8 @@ def test_the_states_of_a_hybrid_model_force_its_block_and_its_prefixes() -> None
     found = estimate("Qwen/Qwen3.5-35B-A3B", "H100-SXM", 4, space, engine_version="0.27.1", profile=profile)
     assert values(found, "enable_prefix_caching", "block_size") == {(True, None), (False, None)}
     rates = {each["objective"]["value"] for each in found.candidates}
-    assert max(rates) / min(rates) == pytest.approx(
-        1.0, rel=0.01
-    )  # pieces of prompts end at blocks; the prefix is shorter than a block of 528
+    # pieces of prompts end at blocks; the prefix is shorter than a block of 528
+    assert max(rates) / min(rates) == pytest.approx(1.0, rel=0.01)
 
 
 @pytest.mark.parametrize("release", ["0.27.1", "0.28.0"])

@@ -112,9 +112,8 @@ class Tune:
         """End flagcore, and nothing else, with SIGKILL."""
         flag = os.fsencode("\0".join(FLAG))
         found = {pid for pid in self.bed.processes("h0") if guard.read_proc(pid, "cmdline").startswith(flag)}
-        (pid,) = {
-            pid for pid in found if not found & {(guard.read_ids(pid) or (0,))[0]}
-        }  # the others are about to exec
+        # the others are about to exec
+        (pid,) = {pid for pid in found if not found & {(guard.read_ids(pid) or (0,))[0]}}
         os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
