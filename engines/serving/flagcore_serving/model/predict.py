@@ -232,14 +232,16 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Mo
     serving = replace(serving, link_domain=group.link_domain, on_bus=on_bus, wide=checkpoint.wide)
     serving = replace(serving, host_rate=host.value if host else HOST_RATE, adapters=AdaptedRequests.of(loads[0]))
     computed, weight_bytes = _computed(kernels, precision, file_bytes, checkpoint.bytes)
-    routed = _computed(kernels, checkpoint.experts, None, None) if checkpoint.experts else None
+    forms = (checkpoint.experts, checkpoint.attention)
+    routed, projections = (_computed(kernels, each, None, None) if each else None for each in forms)
     form = checkpoint.experts or precision
     overheads = replace(overheads, **overheads.grouped.get(serving.architecture, {}).get(form, {}))
     if form in STORED_BYTES and form in overheads.experts:
         overheads = replace(overheads, experts={(routed or (computed,))[0]: overheads.experts[form]})
     if overheads.embeds_on_host and not Hardware.of(task).on_cores:
         serving = replace(serving, head_bytes=weight_bytes or 2.0)
-    return replace(serving, precision=computed, overheads=overheads, weight_bytes=weight_bytes, routed=routed)
+    serving = replace(serving, weight_bytes=weight_bytes, routed=routed, projections=projections)
+    return replace(serving, precision=computed, overheads=overheads)
 
 
 def _computed(

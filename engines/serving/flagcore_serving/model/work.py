@@ -261,7 +261,7 @@ class Serving:
 
     - `precision`: the format in which the weights are multiplied.
     - `weight_bytes`: bytes per stored weight if the weights are stored in another format; None if they are not.
-    - `routed`: the same two of the routed experts, if they have another format.
+    - `routed`, `projections`: the same two of routed experts and of attention projections, if they have another format.
     - `wide`: the parts of the model that are stored in 16 bits (see `Quantization`).
     - `head_bytes`: bytes per weight of the head if devices have no embedding; None if they have both, in 16 bits.
     - `link_domain`: number of consecutive devices that are connected without the network.
@@ -278,6 +278,7 @@ class Serving:
     overheads: Overheads
     weight_bytes: float | None = None
     routed: tuple[str, float | None] | None = None
+    projections: tuple[str, float | None] | None = None
     wide: frozenset[str] = frozenset()
     head_bytes: float | None = None
     link_domain: int = 8
@@ -296,12 +297,6 @@ class Serving:
         return "fp16" if self.precision == "fp16" else "bf16"
 
     @property
-    def attention_precision(self) -> str:
-        """The format of the attention projections: 4-bit checkpoints with experts keep them in 16 bits."""
-        narrow = ATTENTION in self.wide or (self.precision == "nvfp4" and self.experts is not None)
-        return self.wide_precision if narrow else self.precision
-
-    @property
     def experts(self) -> Experts | None:
         """The experts of the layers that have some. None for a model without experts."""
         return next((each for each in network_counts(self.model) if isinstance(each, Experts)), None)
@@ -316,10 +311,11 @@ class Serving:
 
         The bytes are None if the weights are stored in this format.
         """
-        if group == EXPERTS and self.routed is not None:
-            return self.routed
-        precision = self.precision if group else self.wide_precision
-        return self.attention_precision if group == ATTENTION else precision, self.weight_bytes
+        if found := {EXPERTS: self.routed, ATTENTION: self.projections}.get(group):
+            return found
+        is_kept = ATTENTION in self.wide or (self.precision == "nvfp4" and self.experts is not None)  # with experts
+        is_wide = not group or (group == ATTENTION and is_kept)
+        return self.wide_precision if is_wide else self.precision, self.weight_bytes
 
     def bytes_of(self, group: str) -> float:
         """Return the bytes of a weight of a group (see `Product`)."""

@@ -132,8 +132,7 @@ def is_quantized(weights: str) -> bool:
     """Return whether a GGUF file, a directory or a public model has quantized weights. Any GGUF file counts."""
     if public := None if os.path.exists(weights) else find_public(weights):
         return public[1] is not None
-    is_gguf = os.path.isfile(weights) and not weights.endswith(".json")
-    return is_gguf or _names_quantization(weights)
+    return (os.path.isfile(weights) and not weights.endswith(".json")) or _names_quantization(weights)
 
 
 def has_unknown_format(weights: str) -> bool:
@@ -162,13 +161,14 @@ class Quantization:
     - `block`: the columns or rows that share a scale, of which a shard must be a multiple; 1 if any shard loads.
     - `bytes`: bytes per quantized weight with its scales. None means those of its format.
     - `wide`: the parts of the model that are stored in 16 bits.
-    - `experts`: the format of the routed experts; empty if it is that of the others.
+    - `experts`, `attention`: the format of routed experts and of attention projections; empty if that of the others.
     """
 
     block: int = 1
     bytes: float | None = None
     wide: frozenset[str] = frozenset()
     experts: str = ""
+    attention: str = ""
 
 
 def quantization(spec: Spec) -> Quantization | None:
@@ -197,6 +197,7 @@ def quantization(spec: Spec) -> Quantization | None:
             spec.model.num_layers // 2,
         ),
         experts="mxfp4" if has_fp4_experts and name == spec.serve.precision else "",
+        attention=str(found.get("attention_dtype", "")) if public and public[1] == spec.serve.precision else "",
     )
 
 
@@ -252,9 +253,8 @@ def weight_bytes(task: Task) -> float:
     width, stored = STORED_BYTES.get(precision, BYTES.get(precision, 2.0)), quantization(task.spec)
     wide = {"", *stored.wide} if stored else set()
     width = (stored and stored.bytes) or width
-    widths = dict.fromkeys(wide, 2.0)
-    if stored and stored.experts:
-        widths[EXPERTS] = STORED_BYTES[stored.experts]
+    parts, formats = {EXPERTS: stored.experts, ATTENTION: stored.attention} if stored else {}, {**BYTES, **STORED_BYTES}
+    widths = dict.fromkeys(wide, 2.0) | {part: formats[form] for part, form in parts.items() if form}
     text = sum(number * widths.get(group, width) for group, number in weights_by_group(task.spec.model).items())
     return text + (2.0 * VisionTower(vision=vision).weights if vision else 0.0)
 

@@ -313,6 +313,14 @@ def test_experts_may_have_a_format_of_their_own() -> None:
     assert narrow - own == pytest.approx(36 * 3 * 4096 * 768 * 128 * (1.0 - 17 / 32))
 
 
+def test_attention_may_have_a_format_of_its_own() -> None:
+    config, form = find_public("nvidia/Qwen3.6-27B-NVFP4") or ({}, None)
+    assert (form, config["quantization_config"]["attention_dtype"]) == ("nvfp4", "fp8")
+    of = serving(precision="nvfp4")
+    narrow, own = (weight_bytes(each, settings())[0] for each in (of, replace(of, projections=("fp8", None))))
+    assert own - narrow == pytest.approx(36 * 2 * 4096 * (4096 + 1024) * (1.0 - 0.5625))
+
+
 def test_narrow_weights_leave_tables_in_16_bits() -> None:
     tables = 2 * 2 * 151936 * 4096
     wide, narrow = (weight_bytes(serving(precision=name), settings())[0] for name in ("bf16", "fp8"))
