@@ -69,7 +69,7 @@ def test_a_candidate_is_a_changed_copy_of_the_configuration(tmp_path: Path, flag
 @pytest.mark.parametrize(
     ("zero", "flags", "warned"),
     [
-        ({"offload_optimizer": {"device": "nvme"}}, "", ["offload_optimizer.device = 'nvme'", "2.3 times"]),
+        ({"offload_optimizer": {"device": "nvme"}}, "", ["offload_optimizer.device = 'nvme'", "1.4 times"]),
         ({"reduce_bucket_size": "auto", "stage": 1}, "--num_gpus 4", ["reduce_bucket_size = 'auto'"]),
         ({HPZ: 3}, "", ["train.command is not legal"]),  # on four devices
         ({}, "--include localhost:0,1,2", ["starts 3 processes"]),

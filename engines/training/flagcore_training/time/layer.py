@@ -21,6 +21,7 @@ from flagcore_training.lengths import attention_length, one_by_one
 from flagcore_training.time.experts import moe_block
 from flagcore_training.time.passes import (
     GRAPH_LAUNCHES,
+    MODULE_LAUNCHES,
     Block,
     Linear,
     Seconds,
@@ -32,7 +33,6 @@ from flagcore_training.time.passes import (
     linear,
     norm_and_residual,
     norm_seconds,
-    repeated_module,
 )
 from flagcore_training.time.products import adapter_launches, product_time
 from flagcore_training.weights import padded_vocab
@@ -203,14 +203,13 @@ def ffn_block(network: Network, train: Training, layout: Layout, costs: Costs, t
     norm, norm_back, residual = norm_and_residual(train, layout, costs)
     activation, activation_back = activation_seconds(train, network, costs.kernels, train.value_bytes * width * tokens)
     launches = _launches(train, layout, 1, "mlp", described)
-    forward = Seconds.from_compute(
-        products.forward + norm + activation + residual, tensor=tp.forward, launches=launches
-    )
+    seconds = products.forward + norm + activation + residual
+    forward = Seconds.from_compute(seconds, tensor=tp.forward, launches=launches)
     gradients = products.input_gradient + norm_back + activation_back + residual
     backward = Seconds.from_compute(gradients, tensor=tp.backward(up), launches=2.0 * launches)
     modules, repeated = train.options.recompute_modules, Seconds.from_compute(np.zeros_like(tokens))
     if "layernorm" in modules:
-        repeated = repeated + repeated_module(train, layout, norm, "mlp")
+        repeated = repeated + Seconds.from_compute(norm, launches=MODULE_LAUNCHES * ~is_captured(train, layout, "mlp"))
     if "mlp" in modules:
         repeated = repeated + Seconds.from_compute(products.forward + activation, tensor=tp.forward, launches=launches)
     return Block(forward, backward, products.weight_gradient, repeated)
