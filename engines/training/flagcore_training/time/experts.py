@@ -118,7 +118,8 @@ def moe_block(network: Experts, train: Training, layout: Layout, costs: Costs, t
     gradients = experts.input_gradient + router.input_gradient + element_back
     backward = Seconds.from_compute(gradients, expert=returned, launches=2.0 * launches - casts)
     repeated = Seconds.from_compute(np.zeros_like(norm))
-    again, again_act = (MODULE_LAUNCHES * ~is_captured(train, layout, "moe", each) for each in ("moe_router", "moe"))
+    captured = (is_captured(train, layout, "moe", each) for each in ("moe_router", "moe"))
+    again, again_act = (np.where(each, 0.0, MODULE_LAUNCHES) for each in captured)
     if "layernorm" in options.recompute_modules:
         repeated = repeated + Seconds.from_compute(norm, launches=again)
     if "moe" in options.recompute_modules:

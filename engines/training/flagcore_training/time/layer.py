@@ -209,7 +209,8 @@ def ffn_block(network: Network, train: Training, layout: Layout, costs: Costs, t
     backward = Seconds.from_compute(gradients, tensor=tp.backward(up), launches=2.0 * launches)
     modules, repeated = train.options.recompute_modules, Seconds.from_compute(np.zeros_like(tokens))
     if "layernorm" in modules:
-        repeated = repeated + Seconds.from_compute(norm, launches=MODULE_LAUNCHES * ~is_captured(train, layout, "mlp"))
+        again = np.where(is_captured(train, layout, "mlp"), 0.0, MODULE_LAUNCHES)
+        repeated = repeated + Seconds.from_compute(norm, launches=again)
     if "mlp" in modules:
         repeated = repeated + Seconds.from_compute(products.forward + activation, tensor=tp.forward, launches=launches)
     return Block(forward, backward, products.weight_gradient, repeated)
