@@ -245,13 +245,11 @@ def embedding_time(train: Training, layout: Layout, costs: Costs) -> Block:
     """Return the time of the embedding: looking up a micro-batch's tokens, and computing the gradient of the table."""
     tokens, row_bytes = layout.tokens(train.sequence), train.value_bytes * train.model.hidden_size
     tp = TensorCollectives.from_layout(train, layout, costs)
-    zeros, launches = np.zeros_like(tokens), np.full_like(tokens, 6.0)
+    zeros, launches, moved = np.zeros_like(tokens), np.full_like(tokens, 6.0), costs.kernels.memory_seconds
     reduction = np.where(layout.sequence_parallel > 0, tp.scatter, tp.reduce)
-    forward = Seconds.from_compute(
-        costs.kernels.memory_seconds(2.0 * row_bytes * tokens), tensor=reduction, launches=launches
-    )
+    forward = Seconds.from_compute(moved(2.0 * row_bytes * tokens), tensor=reduction, launches=launches)
     backward = Seconds.from_compute(zeros, tensor=tp.gather * layout.sequence_parallel, launches=launches)
-    return Block(forward, backward, costs.kernels.memory_seconds(3.0 * row_bytes * tokens), Seconds.from_compute(zeros))
+    return Block(forward, backward, moved(3.0 * row_bytes * tokens), Seconds.from_compute(zeros))
 
 
 def _projections(mixer: Attention, train: Training, layout: Layout, costs: Costs) -> tuple[Linear, Linear, Linear]:
