@@ -29,7 +29,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import Notes, lookup, package_yaml
 from flagcore_trainers import framework, start
 from flagcore_trainers.fully_shard import AC
@@ -102,8 +102,7 @@ class DeepSpeed(Trainer):
         for name in ("knobs", "trial_keys"):
             if isinstance(merged[name], Mapping):
                 merged[name] = {**PROGRAM[name], **merged[name]}
-        own = given.get("knobs")
-        own = own if isinstance(own, Mapping) else {}
+        own = own if isinstance(own := given.get("knobs"), Mapping) else {}
         stated = [row.get("meaning", name) for name, row in own.items() if isinstance(row, Mapping) and name != AC]
         if RECOMPUTE in (*stated, *(given.get("fixed") or ())):  # the script's own
             merged["knobs"] = {name: row for name, row in merged["knobs"].items() if name != AC}
@@ -117,8 +116,7 @@ class DeepSpeed(Trainer):
         if (config := super().config_of(spec)) != "auto":
             return config
         for flag in FLAGS:
-            value = start.flag_value(spec.train.command or (), flag)
-            if isinstance(value, str) and value:
+            if isinstance(value := start.flag_value(spec.train.command or (), flag), str) and value:
                 return value
         fix, problem = f"add {FLAGS[0]} ds_config.json", _("names no configuration file of DeepSpeed")
         if spec.train.command is None:
@@ -143,10 +141,8 @@ class DeepSpeed(Trainer):
             return super().launch(platform, candidate, folder, for_real=for_real)
         read = reading(spec)
         own = on_deepspeed(read, spec.model.hidden_size, Notes())[1]
-        numbers = {
-            name: int(each[0])
-            for name, each in self.numbers(platform.task, self.columns(platform.task, values)).items()
-        }
+        found = self.numbers(platform.task, self.columns(platform.task, values))
+        numbers = {name: int(each[0]) for name, each in found.items()}
         config = None
         if own[ZERO] or values[ZERO] or values[OFFLOAD] != "none":
             config = changed(framework.ds_config(read), self._keys(platform.task, candidate, for_real=True))
@@ -207,17 +203,18 @@ class DeepSpeed(Trainer):
     def buffers(self, task: Task, columns: Columns, numbers: Mapping[str, IntArray]) -> Mapping[str, FloatArray]:
         """Return the bytes of gathered weights and of the buffers in which a backward collects gradients.
 
-        Weights of ZeRO 3 that are used again within a distance stay gathered: at the end of the forward, these are the
-        last half of it, and the head. They are prefetched into a buffer, from which they are copied one by one. With
-        hpZ, a rank also has a share of a second copy, but for small weights, which stay whole. ZeRO 3 allocates the
-        buffer of gradients once. Others do in the backward of the first micro-batch, ZeRO 1 until the step; two if
-        exchanges overlap. Between steps, they have no gradients. ZeRO also has main weights of trained fp32 weights. A
-        bucket has its size with adapters, too. In the step, the gradients of a group are concatenated, and the result
-        is copied to fp32: 6.0 bytes per 16-bit weight counted on two ranks. An optimizer on the host has the gradients
-        that ranks share, and weights may be there, too. `cached`: with overlap, ZeRO 3 gathers and reduces on streams
-        of their own, whose blocks the allocator gives to no other. Source: DeepSpeed 0.19.8
-        `partitioned_param_coordinator.py`, `partition_parameters.py`, `stage3.py` and `stage_1_and_2.py` of
-        `runtime/zero`, `runtime/comm/coalesced_collectives.py`.
+        ZeRO 3 prefetches weights until `stage3_max_live_parameters` are gathered, and keeps what it meets again on the
+        way; a table may exceed this. Without prefetches, the last half of a distance stays, and the head. Prefetched
+        weights are copied from a buffer. With hpZ, a rank also has a share of a second copy, but for small weights,
+        which stay whole. ZeRO 3 allocates the buffer of gradients once. Others do in the backward of the first
+        micro-batch, ZeRO 1 until the step; two if exchanges overlap. Between steps, they have no gradients. ZeRO also
+        has main weights of trained fp32 weights. A bucket has its size with adapters, too. In the step, the gradients
+        of a group are concatenated, and the result is copied to fp32: 6.0 bytes per 16-bit weight counted on two ranks.
+        An optimizer on the host has the gradients that ranks share, and weights may be there, too. `cached`: with
+        overlap, ZeRO 3 gathers and reduces on streams of their own, whose blocks the allocator gives to no other.
+        `apart`: by how much these exceed gathered weights, and the loss, if its blocks are too small for the gradient
+        of a table. Source: DeepSpeed 0.19.8 `partitioned_param_coordinator.py`, `partition_parameters.py`, `stage3.py`
+        and `stage_1_and_2.py` of `runtime/zero`, `runtime/comm/coalesced_collectives.py`.
         """
         u = 4.0 if task.spec.train.precision == "fp32" else 2.0
         layout, zero, model = layout_of(numbers), numbers[ZERO], task.spec.model
@@ -227,7 +224,8 @@ class DeepSpeed(Trainer):
         train = training(task, 3, 0, self.described.state_bytes)
         weights = weights_of_rank(train, layout) - small
         prefetch = min(sizes[PREFETCHED], sizes[LIVE])
-        live = np.minimum(weights, max(sizes[REUSED] / 2.0, table_products(model)[0].weights) + prefetch) + small
+        kept = sizes[LIVE] if prefetch else sizes[REUSED] / 2.0
+        live = np.minimum(weights, max(kept, table_products(model)[0].weights) + prefetch) + small
         groups = np.maximum(columns.get(HPZ, 1), 1)
         count, ranks = weights_of_rank(train, layout, only_trained=True), layout.data * layout.context
         gathered = np.where(is_zero_3 & (ranks > 1), u * (live + weights / groups * (groups > 1)), 0.0)
@@ -255,7 +253,10 @@ class DeepSpeed(Trainer):
             "end": main + bucket,
         }
         cached = np.where(is_zero_3 & overlaps, gathered + prefetched + bucket, 0.0)
-        return {name: each - host for name, each in moments.items()} | {"cached": cached}
+        apart = np.where(is_zero_3 & overlaps, u * (np.minimum(weights, kept + table) + small - live), 0.0)
+        piece = 4.0 * layout.tokens(task.spec.train.seq_length) * model.vocab_size * (not train.options.tiled_loss)
+        apart = np.maximum(apart, 0.0) + np.where(is_zero_3 & (piece < u * table), LOSS_BYTES / 4.0 * piece, 0.0)
+        return {name: each - host for name, each in moments.items()} | {"cached": cached, "apart": apart}
 
     def _exposed_seconds(
         self, task: Task, columns: Columns, costs: Costs, numbers: Mapping[str, IntArray], found: Predictions
@@ -302,27 +303,18 @@ class DeepSpeed(Trainer):
         lines = [*super().task_warnings(task), *_one_by_one(task), *framework.loss_warnings(task)]
         device = lookup(self.content(task.spec), "zero_optimization.offload_optimizer.device")
         if device in ("cpu", "nvme") or "cpu" in task.spec.space.get(OFFLOAD, ()):
-            text = _(
-                "with the optimizer on the host, memory on the device is uncertain: it may be 2.3 times the prediction,"
-                " as in a published run of ZeRO 3 (LLaMA-Factory issue 5977: 13 GB, 5.8 GiB predicted)"
-            )
-            lines.append(text)
+            text = N_("with the optimizer on the host, memory may be 1.4 times the prediction: {source}")
+            lines.append(_(text, source="LLaMA-Factory issue 5977: 13 GB, 9.1 GiB"))
         return lines
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
-        def broken(columns: Columns) -> BoolArray:
-            numbers = self.numbers(task, columns)
-            return np.asarray((numbers[ZERO] == 0) & (numbers[OFFLOAD] == 1))
-
         content = self.content(task.spec)
         is_muon = str(lookup(content, "optimizer.type")).lower() == "muon"
         scatters = is_muon and lookup(content, SCATTERS) is not False
         devices, model, length = task.cluster.devices, task.spec.model, task.spec.train.seq_length
         heads = (each.num_heads for each in attention_counts(model))
         shared, groups = math.gcd(length, model.num_attention_heads, *heads), model.num_query_groups
-
         has_no_plan = bool(model.experts) and lookup(content, "tensor_parallel.partition_config") is None
-
         is_script = kept_framework(task.spec) is None  # whose DistributedAttention may divide KV heads unevenly
 
         def uneven(columns: Columns) -> BoolArray:  # 0.19.8 `sequence_parallel/ulysses_sp.py`, of transformers' Trainer
@@ -331,7 +323,7 @@ class DeepSpeed(Trainer):
 
         return (
             *super().rules(task),
-            rule("offload_needs_zero", broken),
+            rule("offload_needs_zero", lambda c: np.less(*(self.numbers(task, c)[each] for each in (ZERO, OFFLOAD)))),
             rule("muon_scatters", lambda c: (self.numbers(task, c)[ZERO] == 3) & scatters, key=SCATTERS),
             rule("hpz_groups", lambda c: devices % np.maximum(c[HPZ], 1) != 0, devices=devices),
             rule("ulysses", lambda c: shared % np.maximum(c.get(ULYSSES, 1), 1) != 0, shared=shared),

@@ -61,8 +61,7 @@ class Moments:
     end: FloatArray
 
     def highest(self) -> FloatArray:
-        highest: FloatArray = np.max(np.stack(np.broadcast_arrays(*vars(self).values())), axis=0)
-        return highest
+        return np.asarray(np.max(np.stack(np.broadcast_arrays(*vars(self).values())), axis=0))
 
     def plus(self, **extra: FloatArray) -> "Moments":
         """Return moments with further bytes, by name."""
@@ -100,8 +99,7 @@ def moments(train: Training, layout: Layout) -> Moments:
         dora_stored=PEFT_STORED,
     )
     act = activations(job)
-    norm = NORM_BYTES * act.hidden / u
-    is_kept = job.checkpointing == 0
+    norm, is_kept = NORM_BYTES * act.hidden / u, job.checkpointing == 0
     stored, layer = act.stored, np.zeros_like(ones)
     for each, number in layer_counts(model).items():
         extra = len(each.parts) * norm
@@ -121,8 +119,8 @@ def moments(train: Training, layout: Layout) -> Moments:
         loss = of_part + act.hidden * is_part + (u + LOSS_BYTES * is_part) * logits
         gradients = of_part + act.hidden + table + u * logits * is_part
     states = states_of(train, layout, stage_parameters(train, layout, stage(model, layout, np.zeros_like(ones))))
-    late = np.where(layout.microbatches > 1, 0.0, states[0].gradients + states[1].gradients)
-    late = late * (not train.options.fsdp)
+    is_late = (layout.microbatches <= 1) & (not train.options.fsdp)
+    late = np.where(is_late, states[0].gradients + states[1].gradients, 0.0)
     return Moments(
         forward=at_head - late,
         loss=at_head + loss - late,
@@ -330,8 +328,7 @@ def _predict(
     task: Task, train: Training, layout: Layout, costs: Costs, buffers: Mapping[str, FloatArray] | None
 ) -> Predictions:
     if train.transformer_engine:
-        used = memory_in_use(train, layout, costs)
-        time_s = step_time(train, layout, costs)
+        used, time_s = memory_in_use(train, layout, costs), step_time(train, layout, costs)
     else:
         used = _plain_memory(train, layout, costs, buffers)
         time_s = _plain_times(train, layout, traffic.with_torch_attention(task, costs))
@@ -357,7 +354,7 @@ def _plain_memory(train: Training, layout: Layout, costs: Costs, buffers: Mappin
     else:
         buffers = {name: each[is_alone] for name, each in buffers.items()}
     zeros = np.zeros_like(alone.data)
-    between, cached = (buffers.pop(name, zeros) for name in ("between", "cached"))
+    between, cached, apart = (buffers.pop(name, zeros) for name in ("between", "cached", "apart"))
     dense, experts = split_parameters(trained_parts(train, parameters))
     update = buffers.pop("step") if "step" in buffers else step_bytes(train, alone, dense, experts)
     states = used.memory.static[is_alone]
@@ -366,16 +363,11 @@ def _plain_memory(train: Training, layout: Layout, costs: Costs, buffers: Mappin
     stages = used.memory.worst_stage[is_alone]
     memory = Memory(static=states + between, activation=above - between, peak=peak, worst_stage=stages)
     has_lengths = train.lengths is not None and train.lengths.batching == LONGEST
-    cached = np.maximum(states + update + cached - peak, 0.0) + moments(train, alone).highest() * has_lengths
+    cached = np.maximum(states + update + cached - peak, apart) + moments(train, alone).highest() * has_lengths
     own_use = in_use(costs.memory, memory, alone, train, cached)
-    for values, own in (
-        (used.memory.static, memory.static),
-        (used.memory.activation, memory.activation),
-        (used.memory.peak, peak),
-        (used.reserved, own_use.reserved),
-        (used.used, own_use.used),
-    ):
-        values[is_alone] = own
+    for name in ("static", "activation", "peak"):
+        getattr(used.memory, name)[is_alone] = getattr(memory, name)
+    used.reserved[is_alone], used.used[is_alone] = own_use.reserved, own_use.used
     return used
 
 

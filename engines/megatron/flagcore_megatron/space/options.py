@@ -368,9 +368,7 @@ def _grad_bytes(precision: str, settings: Settings) -> int:
 
 NATURAL_SPREAD = 0.33
 """The standard deviation of the loads of experts on real text, relative to their mean: Gini coefficients of five public
-models from 0.11 to over 0.24 (arXiv 2605.20982), 0.19 in the mean, times the square root of pi (of a normal one). With
-an auxiliary loss in pretraining, the busiest of 64 has 1.52 to 1.72 times the mean (arXiv 2408.15664): 0.22 to 0.30."""
-FORCES_BALANCE, MOCKS = "moe-router-force-load-balancing", "mock-data"
+models from 0.11 to over 0.24 (arXiv 2605.20982), 0.19 in the mean, times the square root of pi (of a normal one)."""
 READS = frozenset({"data-path", "train-data-path", "data-args-path", "per-split-data-args-path"})
 
 
@@ -378,10 +376,10 @@ def is_natural(spec: Spec, settings: Settings) -> bool | None:
     """Return whether the experts of a job have the loads of real text: in fine-tuning, or if the command reads data.
     They have not if the job states their loads, or forces equal ones. None: it says nothing, and has equal ones."""
     flags = {flag for flag, _values in parse_flags((*program_arguments(spec), *spec.train.flags))}
-    if settings.get("moe_expert_imbalance") or settings.get("moe_expert_capacity_factor") or FORCES_BALANCE in flags:
+    stated = settings.get("moe_expert_imbalance") or settings.get("moe_expert_capacity_factor")
+    if stated or "moe-router-force-load-balancing" in flags:
         return False
-    is_real = spec.train.adapter or spec.train.lengths or (flags & READS and MOCKS not in flags)
-    return bool(is_real) or (False if MOCKS in flags else None)
+    return bool(spec.train.adapter or spec.train.lengths or ("mock-data" not in flags and flags & READS)) or None
 
 
 def _imbalance(settings: Settings) -> float:

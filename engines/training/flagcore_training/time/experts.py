@@ -12,6 +12,7 @@ from flagcore.domain.space import FloatArray
 from flagcore_training.layout import LayerLayout, Training
 from flagcore_training.time.passes import (
     GRAPH_LAUNCHES,
+    MODULE_LAUNCHES,
     Block,
     Seconds,
     TensorCollectives,
@@ -20,7 +21,6 @@ from flagcore_training.time.passes import (
     expert_dispatch,
     is_captured,
     norm_and_residual,
-    repeated_module,
 )
 from flagcore_training.time.products import adapter_launches, product_time
 
@@ -118,12 +118,14 @@ def moe_block(network: Experts, train: Training, layout: LayerLayout, costs: Cos
     gradients = experts.input_gradient + router.input_gradient + element_back
     backward = Seconds.from_compute(gradients, expert=returned, launches=2.0 * launches - casts)
     repeated = Seconds.from_compute(np.zeros_like(norm))
+    captured = (is_captured(train, layout, "moe", each) for each in ("moe_router", "moe"))
+    again, again_act = (np.where(each, 0.0, MODULE_LAUNCHES) for each in captured)
     if "layernorm" in options.recompute_modules:
-        repeated = repeated + repeated_module(train, layout, norm, "moe", "moe_router")
+        repeated = repeated + Seconds.from_compute(norm, launches=again)
     if "moe" in options.recompute_modules:
         repeated = repeated + forward
     elif "moe_act" in options.recompute_modules:
-        repeated = repeated + repeated_module(train, layout, activation, "moe")
+        repeated = repeated + Seconds.from_compute(activation, launches=again_act)
     block = Block(forward, backward, experts.weight_gradient + router.weight_gradient, repeated)
     if network.shared:
         block = block + _shared_expert_block(network, train, layout, costs, tp)

@@ -23,6 +23,7 @@ from flagcore_training.lengths import attention_length, one_by_one
 from flagcore_training.time.experts import moe_block
 from flagcore_training.time.passes import (
     GRAPH_LAUNCHES,
+    MODULE_LAUNCHES,
     Block,
     Linear,
     Seconds,
@@ -35,7 +36,6 @@ from flagcore_training.time.passes import (
     linear,
     norm_and_residual,
     norm_seconds,
-    repeated_module,
 )
 from flagcore_training.time.products import adapter_launches, product_time
 from flagcore_training.weights import padded_vocab
@@ -208,14 +208,14 @@ def ffn_block(network: Network, train: Training, layout: LayerLayout, costs: Cos
     norm, norm_back, residual = norm_and_residual(train, layout, costs)
     activation, activation_back = activation_seconds(train, network, costs.kernels, train.value_bytes * width * tokens)
     launches = _launches(train, layout, 1, "mlp", described)
-    forward = Seconds.from_compute(
-        products.forward + norm + activation + residual, tensor=tp.forward, launches=launches
-    )
+    seconds = products.forward + norm + activation + residual
+    forward = Seconds.from_compute(seconds, tensor=tp.forward, launches=launches)
     gradients = products.input_gradient + norm_back + activation_back + residual
     backward = Seconds.from_compute(gradients, tensor=tp.backward(up), launches=2.0 * launches)
     modules, repeated = train.options.recompute_modules, Seconds.from_compute(np.zeros_like(tokens))
     if "layernorm" in modules:
-        repeated = repeated + repeated_module(train, layout, norm, "mlp")
+        again = np.where(is_captured(train, layout, "mlp"), 0.0, MODULE_LAUNCHES)
+        repeated = repeated + Seconds.from_compute(norm, launches=again)
     if "mlp" in modules:
         repeated = repeated + Seconds.from_compute(products.forward + activation, tensor=tp.forward, launches=launches)
     return Block(forward, backward, products.weight_gradient, repeated)
@@ -249,13 +249,12 @@ def embedding_time(train: Training, layout: LayerLayout, costs: Costs) -> StageT
     """Return the time of the embedding: looking up a micro-batch's tokens, and computing the gradient of the table."""
     tokens, row_bytes = layout.tokens(train.sequence), train.value_bytes * train.model.hidden_size
     tp = TensorCollectives.from_layout(train, layout, costs)
-    zeros, launches = np.zeros_like(tokens), np.full_like(tokens, Embedding.launches)
+    zeros, launches, moved = np.zeros_like(tokens), np.full_like(tokens, Embedding.launches), costs.kernels.memory_seconds
     reduction = np.where(layout.sequence_parallel > 0, tp.scatter, tp.reduce)
-    forward = Seconds.from_compute(
-        costs.kernels.memory_seconds(Embedding.passes[0] * row_bytes * tokens), tensor=reduction, launches=launches
-    )
+    looked_up, summed = (moved(passes * row_bytes * tokens) for passes in Embedding.passes)
+    forward = Seconds.from_compute(looked_up, tensor=reduction, launches=launches)
     backward = Seconds.from_compute(zeros, tensor=tp.gather * layout.sequence_parallel, launches=launches)
-    return StageTime(forward, backward, costs.kernels.memory_seconds(Embedding.passes[1] * row_bytes * tokens))
+    return StageTime(forward, backward, summed)
 
 
 def _projections(mixer: Attention, train: Training, layout: LayerLayout, costs: Costs) -> tuple[Linear, Linear, Linear]:

@@ -32,17 +32,9 @@ The keys are whether it is one kernel and whether it is gated. The values for on
 several kernels are fitted to 12 measured ranks (gated; 10 and 32 without any fusion); those without a gate are
 proportional."""
 
-
 GRAPH_LAUNCHES = 2.0
 """Launches of a part of a layer that is a CUDA graph: the copy of its input, and the graph (transformer-engine 2.20
 `graph.py`, `Graphed`)."""
-
-
-def is_captured(train: Training, layout: LayerLayout, *parts: str) -> BoolArray:
-    """Return whether a CUDA graph launches one of `parts`, for each candidate. Graphs exclude full recompute."""
-    captured: BoolArray = (layout.recomputes == 0.0) & bool(train.options.graphs.intersection(parts))
-    return captured
-
 
 MODULE_LAUNCHES = 17.5
 """Launches that take the host as long as the recompute of one module: it reads and sets the states of random numbers,
@@ -50,10 +42,10 @@ and calls autograd again. As `layer.REPEATED_LAUNCHES` of attention's; timed wit
 linear layer of torch (megatron-core 0.16.1 `CheckpointWithoutOutput`)."""
 
 
-def repeated_module(train: Training, layout: LayerLayout, seconds: FloatArray, *parts: str) -> Seconds:
-    """Return the time of a recomputed module, which a CUDA graph launches that has one of `parts`."""
-    launches = np.where(is_captured(train, layout, *parts), 0.0, MODULE_LAUNCHES)
-    return Seconds.from_compute(seconds, launches=launches)
+def is_captured(train: Training, layout: LayerLayout, *parts: str) -> BoolArray:
+    """Return whether a CUDA graph launches one of `parts`, for each candidate. Graphs exclude full recompute."""
+    captured: BoolArray = (layout.recomputes == 0.0) & bool(train.options.graphs.intersection(parts))
+    return captured
 
 
 @dataclass(frozen=True, slots=True)
