@@ -158,9 +158,8 @@ class Tables(ArrayRecord):
     @classmethod
     def from_blocks(cls, train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Tables:
         placement = StageGroups.from_layout(layout, costs)
-        layouts = (StageLayout.of(train, each) for each in placement.layouts)
-        pairs = enumerate(zip(layouts, costs.groups, strict=True))
-        groups = (WorkTable.from_blocks(train, each, group, blocks, number) for number, (each, group) in pairs)
+        pairs = zip((StageLayout.of(train, each) for each in placement.layouts), costs.groups, strict=True)
+        groups = (WorkTable.from_blocks(train, *pair, blocks, number) for number, pair in enumerate(pairs))
         return cls(tuple(groups), placement.starts)
 
     def stage(self, place: FloatArray, leading: FloatArray | int, **ends: bool) -> LayersWork:

@@ -122,10 +122,9 @@ def encoder_costs(vision: Vision, serving: Serving, settings: Settings, costs: C
         return sum((kernels.gemm_seconds(rows, *each, precision) for each in sizes), np.zeros_like(shares))
 
     tower = VisionTower(vision=vision)
-    gates, width = 2.0 if vision.gated_linear_unit else 1.0, vision.ffn_hidden_size / shares
-    layer = seconds(tokens, tower.layer_products)
-    traffic = tokens * 2.0 * (8.0 * hidden + (gates + 1.0) * width)  # bytes of norms, sums and activation
-    layer = layer + kernels.memory_seconds(traffic)
+    *_attention, up, down = tower.layer_products
+    traffic = tokens * 2.0 * (8.0 * hidden + up.outer(shares) + down.inner(shares))  # of norms, sums and activation
+    layer = seconds(tokens, tower.layer_products) + kernels.memory_seconds(traffic)
     stride = np.ones(shares.shape, dtype=np.int64)
     payload = tokens * 2.0 * hidden
     reduce = costs.collectives.seconds("all_reduce", payload, shares.astype(np.int64), stride)
@@ -151,8 +150,9 @@ def tower_bytes(vision: Vision, shares: FloatArray, batched_tokens: FloatArray) 
     `multimodal/encoder_budget.py`). `shares`: the number of ranks that split the weights; infinity if the tower is not
     loaded.
     """
-    gates = 2.0 if vision.gated_linear_unit else 1.0
+    *_attention, up, down = VisionTower(vision=vision).layer_products
     tokens = np.maximum(batched_tokens, float(vision.max_tokens))
-    layer = 3.0 * vision.hidden_size + (gates + 1.0) * vision.ffn_hidden_size / np.maximum(shares, 1.0)
+    ranks = np.where(np.isinf(shares), 1.0, np.maximum(shares, 1.0))
+    layer = 3.0 * vision.hidden_size + up.outer(ranks) + down.inner(ranks)
     activations = 2.0 * tokens * (vision.merge_size**2 * layer + vision.mergers * vision.output_size)
     return 2.0 * VisionTower(vision=vision).weights / shares, np.where(np.isinf(shares), 0.0, activations)
