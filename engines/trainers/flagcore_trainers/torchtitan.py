@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,21 +113,17 @@ class TorchTitan(Trainer):
         of_stage, size = stage_micro_batch(*given)
         if self.described.numbers.get(fs.PP, 1) > 1 and size > 1:
             text = Message(N_("{key} = {size} must divide the local batch"), key=of_stage, size=size)
-
-            def remains(columns: Columns) -> BoolArray:
-                left: BoolArray = self.numbers(task, columns)[fs.MBS] % size != 0
-                return left
-
-            rules = (*rules, Rule(name="stage_micro_batch", knobs=(fs.MBS,), message=text, broken=remains))
+            rest = partial(self._rest, task, fs.MBS, size)
+            rules = (*rules, Rule(name="stage_micro_batch", knobs=(fs.MBS,), message=text, broken=rest))
         if replicas == 1:
             return rules
         message = Message("{key} = {replicas} must divide the data-parallel ranks", key=key, replicas=replicas)
+        rest = partial(self._rest, task, "data_parallel_size", replicas)
+        return (*rules, Rule(name="replicas", knobs=knobs, message=message, broken=rest))
 
-        def broken(columns: Columns) -> BoolArray:
-            remains: BoolArray = self.numbers(task, columns)["data_parallel_size"] % replicas != 0
-            return remains
-
-        return (*rules, Rule(name="replicas", knobs=knobs, message=message, broken=broken))
+    def _rest(self, task: Task, name: str, size: int, columns: Columns) -> BoolArray:
+        """Return whether a number of each candidate is no multiple of `size`."""
+        return np.not_equal(self.numbers(task, columns)[name] % size, 0)
 
     def _given(self, spec: Spec) -> tuple[Sequence[str], Mapping[str, Any]]:
         """Return the words of the command and of the spec's flags, and the content of the command's TOML file."""
@@ -142,10 +139,6 @@ class TorchTitan(Trainer):
         added = NO_GRAPHS not in (*self.command(task.spec).words, *task.spec.train.flags) and NO_GRAPHS in words
         lines = [*super().task_warnings(task), *[text] * added]
         return lines if task.spec.train.command else [*lines, _(OWN_MODELS)]
-
-    def ready(self, spec: Spec) -> None:
-        super().command(spec)
-        super().ready(spec)
 
     def _is_like_zero(self, task: Task) -> bool:
         """Return whether predictions are those of ZeRO 3, as the model has parts that the engine `fsdp2` has not."""
@@ -227,7 +220,6 @@ class TorchTitan(Trainer):
         return float(option(words, "loss.num_chunks") or 8.0)
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
-        super().command(platform.task.spec)
         train = platform.task.spec.train
         length, samples = train.seq_length, train.global_batch_size
         sizes = {"global_batch_size": samples, "seq_len": length}
