@@ -96,7 +96,14 @@ class TorchTitan(Trainer):
 
     def with_program(self, program: object) -> Engine:
         """Return the engine with further knobs and arguments of `program`."""
-        return super().with_program(_merged(program))
+        program = {} if program is None else program
+        if not isinstance(program, Mapping):
+            return super().with_program(program)
+        merged, known = {**PROGRAM, **program}, PROGRAM["knobs"]
+        if isinstance(knobs := merged["knobs"], Mapping):
+            own = {each: {**known.get(each, {}), **row} for each, row in knobs.items() if isinstance(row, Mapping)}
+            merged["knobs"] = {**known, **knobs, **own}
+        return super().with_program(merged)
 
     def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
         given = self._given(task.spec)
@@ -233,9 +240,8 @@ class TorchTitan(Trainer):
         given = (*launch.argv, *[NO_GRAPHS] * (NO_GRAPHS in self._given(spec)[0] and NO_GRAPHS not in launch.argv))
         section, dot, name = ((row and row.flag) or "").rpartition(".")
         off = f"{section}{dot}no-{name}" if name else ""  # such as --compile.no-enable
-        usual = row is not None and row.flag == COMPILE_FLAG
         argv = [word for word in given if word != off]
-        if off and candidate.as_dict()[fs.COMPILE] is False and (usual or (row and row.default)):
+        if off and row and candidate.as_dict()[fs.COMPILE] is False and (row.flag == COMPILE_FLAG or row.default):
             argv.append(off)
         return replace(launch, argv=tuple(sorted(argv, key=lambda word: word.startswith(CHECKPOINTING))))
 
@@ -246,23 +252,6 @@ def _repeated(found: Predictions, passes: IntArray) -> Predictions:
     total: FloatArray = sum(time_s.values(), np.zeros(()))
     low, high = (each / found.step_time_s * total for each in (found.low_s, found.high_s))
     return replace(found, step_time_s=total, low_s=low, high_s=high, time_s=time_s)
-
-
-def _merged(program: object) -> object:
-    """Return `PROGRAM` with a user's changes."""
-    if program is None:
-        return PROGRAM
-    if not isinstance(program, Mapping):
-        return program
-    merged = {**PROGRAM, **program}
-    if isinstance(merged["knobs"], Mapping):
-        known = PROGRAM["knobs"]
-        own = {
-            name: {**known.get(name, {}), **knob} if isinstance(knob, Mapping) else knob
-            for name, knob in merged["knobs"].items()
-        }
-        merged["knobs"] = {**known, **own}
-    return merged
 
 
 TORCHTITAN = TorchTitan("torchtitan").with_program(None)
