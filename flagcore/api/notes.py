@@ -98,11 +98,9 @@ def _idle_devices(problem: Problem) -> list[str]:
         change = _("set {knobs} to auto in auto_tuner.space, or ", knobs=", ".join(listed)) if listed else ""
         return [text + change + _("set auto_tuner.cards: {most}", most=max_used)]
     first = recommended_row(problem)
-    if first is not None:
-        of_plan = int(used[rows == first][0])
-        text = _("the recommended candidate uses {used} of {usable} devices", used=of_plan, usable=usable_count)
-        return [text] if of_plan < usable_count else []
-    return []
+    of_plan = usable_count if first is None else int(used[rows == first][0])
+    text = _("the recommended candidate uses {used} of {usable} devices", used=of_plan, usable=usable_count)
+    return [text] if of_plan < usable_count else []
 
 
 def warn(texts: Iterable[object]) -> None:

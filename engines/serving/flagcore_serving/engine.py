@@ -97,16 +97,15 @@ class ServingPlans(Plans):
             return ""
         if figures["kv_cache_tokens"] < 1:
             return _("no memory is left for its cache")
-        if figures.get("kv_cache_state_bytes"):
-            text = N_(
-                "its cache of ~{have:.4g} GiB is too small for the states of its sequences, which need ~{need:.4g}: "
-                "give the cache more memory, or serve fewer at once"
-            )
-            return _(text, have=cache / 2**30, need=least / 2**30)
+        of_states = N_(
+            "its cache of ~{have:.4g} GiB is too small for the states of its sequences, which need ~{need:.4g}: "
+            "give the cache more memory, or serve fewer at once"
+        )
         text = N_(
             "its cache of ~{have:.4g} GiB is too small for a request of the longest context, which needs ~{need:.4g}: "
             "give the cache more memory, or shorten the context to ~{tokens:,.0f} tokens"
         )
+        text = of_states if figures.get("kv_cache_state_bytes") else text
         return _(text, have=cache / 2**30, need=least / 2**30, tokens=figures["kv_cache_tokens"])
 
     def image(self, task: Task, support: EngineSupport) -> str:

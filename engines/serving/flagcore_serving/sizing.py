@@ -214,14 +214,9 @@ def _size(spec: LoadedSpec, rate: float, nodes: int, per_node: int, planned: Pla
     if nodes == 1 and best["output_tokens_per_s"]:  # no others, which would stay idle
         used = round(best["output_tokens_per_s"] / best["output_tokens_per_s_per_device"])
     low = float(best["highest_load"]) * min(1.0, speed["low"] / speed["value"])
-    replica = {
-        "chip": plan.chip,
-        "nodes": nodes,
-        "devices_per_replica": used,
-        "candidate": best["candidate"],
-        "load": load,
-    }
-    yield _of_figures(spec, rate, best, low, **replica, configuration=values_text(best["candidate"], plan.knobs))
+    replica = {"chip": plan.chip, "nodes": nodes, "devices_per_replica": used, "candidate": best["candidate"]}
+    text = values_text(best["candidate"], plan.knobs)
+    yield _of_figures(spec, rate, best, low, **replica, load=load, configuration=text)
 
 
 def measured_size(spec: LoadedSpec, rate: float, folder: Path) -> Size:

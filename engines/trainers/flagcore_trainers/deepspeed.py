@@ -131,13 +131,11 @@ class DeepSpeed(Trainer):
 
     def ready(self, spec: Spec) -> None:
         refuse_trials(spec)
-        super().command(spec)
         super().ready(spec)
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         spec, values = platform.task.spec, candidate.as_dict()
         if kept_framework(spec) is None or not for_real:
-            super().command(spec)
             return super().launch(platform, candidate, folder, for_real=for_real)
         read = reading(spec)
         own = on_deepspeed(read, spec.model.hidden_size, Notes())[1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,14 @@ class TorchTitan(Trainer):
 
     def with_program(self, program: object) -> Engine:
         """Return the engine with further knobs and arguments of `program`."""
-        return super().with_program(_merged(program))
+        program = {} if program is None else program
+        if not isinstance(program, Mapping):
+            return super().with_program(program)
+        merged, known = {**PROGRAM, **program}, PROGRAM["knobs"]
+        if isinstance(knobs := merged["knobs"], Mapping):
+            own = {each: {**known.get(each, {}), **row} for each, row in knobs.items() if isinstance(row, Mapping)}
+            merged["knobs"] = {**known, **knobs, **own}
+        return super().with_program(merged)
 
     def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
         given = self._given(task.spec)
@@ -112,21 +120,17 @@ class TorchTitan(Trainer):
         of_stage, size = stage_micro_batch(*given)
         if self.described.numbers.get(fs.PP, 1) > 1 and size > 1:
             text = Message(N_("{key} = {size} must divide the local batch"), key=of_stage, size=size)
-
-            def remains(columns: Columns) -> BoolArray:
-                left: BoolArray = self.numbers(task, columns)[fs.MBS] % size != 0
-                return left
-
-            rules = (*rules, Rule(name="stage_micro_batch", knobs=(fs.MBS,), message=text, broken=remains))
+            rest = partial(self._rest, task, fs.MBS, size)
+            rules = (*rules, Rule(name="stage_micro_batch", knobs=(fs.MBS,), message=text, broken=rest))
         if replicas == 1:
             return rules
         message = Message("{key} = {replicas} must divide the data-parallel ranks", key=key, replicas=replicas)
+        rest = partial(self._rest, task, "data_parallel_size", replicas)
+        return (*rules, Rule(name="replicas", knobs=knobs, message=message, broken=rest))
 
-        def broken(columns: Columns) -> BoolArray:
-            remains: BoolArray = self.numbers(task, columns)["data_parallel_size"] % replicas != 0
-            return remains
-
-        return (*rules, Rule(name="replicas", knobs=knobs, message=message, broken=broken))
+    def _rest(self, task: Task, name: str, size: int, columns: Columns) -> BoolArray:
+        """Return whether a number of each candidate is no multiple of `size`."""
+        return np.not_equal(self.numbers(task, columns)[name] % size, 0)
 
     def _given(self, spec: Spec) -> tuple[Sequence[str], Mapping[str, Any]]:
         """Return the words of the command and of the spec's flags, and the content of the command's TOML file."""
@@ -142,10 +146,6 @@ class TorchTitan(Trainer):
         added = NO_GRAPHS not in (*self.command(task.spec).words, *task.spec.train.flags) and NO_GRAPHS in words
         lines = [*super().task_warnings(task), *[text] * added]
         return lines if task.spec.train.command else [*lines, _(OWN_MODELS)]
-
-    def ready(self, spec: Spec) -> None:
-        super().command(spec)
-        super().ready(spec)
 
     def _is_like_zero(self, task: Task) -> bool:
         """Return whether predictions are those of ZeRO 3, as the model has parts that the engine `fsdp2` has not."""
@@ -227,7 +227,6 @@ class TorchTitan(Trainer):
         return float(option(words, "loss.num_chunks") or 8.0)
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
-        super().command(platform.task.spec)
         train = platform.task.spec.train
         length, samples = train.seq_length, train.global_batch_size
         sizes = {"global_batch_size": samples, "seq_len": length}
@@ -241,9 +240,8 @@ class TorchTitan(Trainer):
         given = (*launch.argv, *[NO_GRAPHS] * (NO_GRAPHS in self._given(spec)[0] and NO_GRAPHS not in launch.argv))
         section, dot, name = ((row and row.flag) or "").rpartition(".")
         off = f"{section}{dot}no-{name}" if name else ""  # such as --compile.no-enable
-        usual = row is not None and row.flag == COMPILE_FLAG
         argv = [word for word in given if word != off]
-        if off and candidate.as_dict()[fs.COMPILE] is False and (usual or (row and row.default)):
+        if off and row and candidate.as_dict()[fs.COMPILE] is False and (row.flag == COMPILE_FLAG or row.default):
             argv.append(off)
         return replace(launch, argv=tuple(sorted(argv, key=lambda word: word.startswith(CHECKPOINTING))))
 
@@ -254,23 +252,6 @@ def _repeated(found: Predictions, passes: IntArray) -> Predictions:
     total: FloatArray = sum(time_s.values(), np.zeros(()))
     low, high = (each / found.step_time_s * total for each in (found.low_s, found.high_s))
     return replace(found, step_time_s=total, low_s=low, high_s=high, time_s=time_s)
-
-
-def _merged(program: object) -> object:
-    """Return `PROGRAM` with a user's changes."""
-    if program is None:
-        return PROGRAM
-    if not isinstance(program, Mapping):
-        return program
-    merged = {**PROGRAM, **program}
-    if isinstance(merged["knobs"], Mapping):
-        known = PROGRAM["knobs"]
-        own = {
-            name: {**known.get(name, {}), **knob} if isinstance(knob, Mapping) else knob
-            for name, knob in merged["knobs"].items()
-        }
-        merged["knobs"] = {**known, **own}
-    return merged
 
 
 TORCHTITAN = TorchTitan("torchtitan").with_program(None)

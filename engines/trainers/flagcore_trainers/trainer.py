@@ -218,6 +218,7 @@ class Trainer(Engine):
                 yield f"{where} = {given!r} is not in {key}: the baseline has {neutral} instead"
 
     def ready(self, spec: Spec) -> None:
+        Trainer.command(self, spec)  # which a plan does not need
         command, program = self.command(spec), self.described
         for name, row in program.knobs.items():
             if row.env and row.env in os.environ:
@@ -234,7 +235,7 @@ class Trainer(Engine):
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         task, program, values = platform.task, self.described, candidate.as_dict()
-        spec, command, written = task.spec, self.command(task.spec), ""
+        spec, command, written = task.spec, Trainer.command(self, task.spec), ""
         placeholders = self._placeholders(task, candidate, folder)
         if command.config:
             content = changed(command.content, self._keys(task, candidate, for_real=for_real))

@@ -133,13 +133,11 @@ def test_selective_checkpoints_keep_the_output_of_other_attention() -> None:
         def token_bytes(self, element_bytes: float) -> float:
             return element_bytes
 
-    def stored(mixer: Mixer) -> float:
+    columns, stored = {**fsdp2_columns(), AC: np.array([SELECTIVE])}, list[float]()
+    for mixer in (Echo(width=64), Attending(width=64)):
         job = task(replace(DENSE, num_layers=1, layers=(layer_of(DENSE, mixer),)), engine="fsdp2")
-        columns = {**fsdp2_columns(), AC: np.array([SELECTIVE])}
-        return float(activations(memory_job(job, columns, fused_norm=False)).stored[0])
-
-    tokens = task(engine="fsdp2").spec.train.seq_length
-    assert stored(Attending(width=64)) - stored(Echo(width=64)) == 2.0 * 64 * tokens
+        stored.append(activations(memory_job(job, columns, fused_norm=False)).stored[0])
+    assert stored[1] - stored[0] == 2.0 * 64 * job.spec.train.seq_length
 
 
 def test_layers_that_repeat_others_have_activations_and_no_weights() -> None:

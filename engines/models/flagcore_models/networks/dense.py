@@ -9,7 +9,7 @@ from flagcore.domain.model import Network, Output, Product
 def two_products(
     hidden: int, width: int, *, gated: bool, component: str, group: str, copies: int = 1, bias: bool = False
 ) -> tuple[Product, Product]:
-    """Return the products of a feed-forward network of `width` elements between `hidden` elements: up and down."""
+    """Return the products of a feed-forward network of `width` elements: up, joined with a gate's, and down."""
     names = ("gate_proj", "up_proj") if gated else ("up_proj",)
     joined = tuple(Output(name, width) for name in names)
     part = partial(Product, component=component, group=group, copies=copies, bias=bias)

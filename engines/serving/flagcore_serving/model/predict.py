@@ -50,8 +50,6 @@ OVERLAPPED = 0.25
 """Share of the host's time per sequence that remains if a knob lets the host schedule while the device computes. Chosen
 with 16 bursts on two accelerators (benchmarks/LOG.md)."""
 
-MORE = 1.05
-"""The least cache is that of states if it exceeds that of the longest request by this factor: blocks are rounded up."""
 NO_GOOD_SHARE = 1e-3
 """Assumed share of requests within the SLO if no request is, so that such candidates can still be ordered."""
 
@@ -301,7 +299,8 @@ def _predictions(
     static_bytes = memory.weights + memory.adapters
     engine_bytes = static_bytes + memory.activations + memory.graphs + memory.states
     context_bytes = settings.context_len * memory.longest_token
-    of_states = (settings.least_cache > MORE * context_bytes) & bool(state_bytes(context.task.spec.model))
+    of_states = settings.least_cache > 1.05 * context_bytes  # more than blocks round up
+    of_states &= bool(state_bytes(context.task.spec.model))
     request_bytes = np.maximum(context_bytes, settings.least_cache)
     least = max(load.longest for load in context.loads) * memory.longest_token
     least = np.minimum(request_bytes, np.maximum(memory.cache, least))

@@ -159,7 +159,7 @@ def _network(
         experts = u * trained_weights(job, network)[1]
         if not is_trained and _adapts_experts(job, network):
             experts = u * part_weights(job, network)[1] * (matrices - 1.0) / matrices
-        of_shared = u * network.shared * rows  # checkpoints store no product of routed experts (torchtitan 0.3)
+        of_shared = u * network.shared * rows  # selective checkpoints store none of routed experts (torchtitan 0.3)
         ends = hidden + experts * (1.0 + 1.0 / matrices) - inside - routed
         return _PartBytes(
             stored=inside + 2.0 * routed + others + scores,
