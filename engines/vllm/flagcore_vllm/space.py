@@ -305,6 +305,7 @@ def _blocks(task: Task, columns: Columns, tokens: IntArray, seqs: IntArray, cont
         return {}
     stages, caches = columns[PP].clip(1), columns[PREFIX] == 1
     drafted = np.where(columns[SPECULATION] > 0, columns[DRAFTED], 0)
+    used = {each.get("kv_connector") for each in connectors.connectors(PROGRAM.parse(task.spec).others)}
 
     def blocks_on(stages: IntArray) -> cache.Blocks:
         return cache.blocks_of(
@@ -316,7 +317,7 @@ def _blocks(task: Task, columns: Columns, tokens: IntArray, seqs: IntArray, cont
             caches,
             drafted,
             similar=1.5 if release >= SIMILAR_SINCE else 1.25,
-            frees_windows=release >= FREES_WINDOWS_SINCE,
+            frees_windows=release >= FREES_WINDOWS_SINCE and used.isdisjoint(connectors.KEEP_WINDOWS),
             checkpoints=release >= CHECKPOINTS_SINCE,
         )
 
