@@ -411,8 +411,7 @@ def _tiers(task: Task, other_args: Mapping[str, EngineArg], values: Columns) -> 
 
 
 def _without_graphs(values: Columns) -> BoolArray:
-    """Return the candidates without graphs: DeepEP's kernels for high throughput need this (0.33
-    `config/compilation.py`)."""
+    """Return candidates without graphs, as DeepEP's kernels for high throughput need (0.33 `config/compilation.py`)."""
     uses_library = (values[EXCHANGE] == PROGRAM.code(EXCHANGE, "deepep_high_throughput")) & (values[DP] > 1)
     return np.asarray((values[EAGER] == 1) | (values[GRAPHS] == 1) | uses_library)
 
