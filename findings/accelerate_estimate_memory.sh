@@ -4,10 +4,10 @@
 # Topic: Planners
 # Package: accelerate 1.15.0, with transformers 5.24.0 and torch 2.13.0
 # Expected: 16 bytes for each weight in both: weights, gradients and two moments in fp32.
-# Seen: `accelerate estimate-memory` prints the largest of four numbers. With bf16 and fp16 this is that of the moments, 8
-#   bytes for each weight, to which weights (4) and gradients (6) are not added. With fp32 it is the sum.
-# Hurts: Who looks up whether a model can be fine-tuned on a device: 8 billion weights are said to need 60 GiB, and take 119
-#   before their activations.
+# Seen: `accelerate estimate-memory` prints the largest of four numbers. With bf16 and fp16 this is that of the moments,
+#   8 bytes for each weight, to which weights (4) and gradients (6) are not added. With fp32 it is the sum.
+# Hurts: Who looks up whether a model can be fine-tuned on a device: 8 billion weights are said to need 60 GiB, and take
+#   119 before their activations.
 # Date: 2026-11-30
 # Output:
 #     accelerate 1.15.0

@@ -21,6 +21,8 @@ CONFIG = "kv-transfer-config"
 LMCACHE = "LMCacheConnectorV1"
 OFFLOADING = {None: 0.0, "OffloadingConnector": 0.0, "SimpleCPUOffloadConnector": 8.0 * 2**30}
 """The connectors of vLLM itself, each with its default bytes. None: that of kv-offloading-size."""
+KEEP_WINDOWS = (LMCACHE, "FlexKVConnectorV1", "HF3FSKVConnector")
+"""Those without `SupportsHMA` (vllm 0.28 to 0.33): layers with windows then cache the whole context."""
 STORE, KVBM, SEVERAL = "MooncakeStoreConnector", "DynamoConnector", "MultiConnector"
 GB = 2.0**30
 """LMCache's GB (`lmcache/v1/storage_backend`: 1024**3)."""

@@ -305,6 +305,7 @@ def _blocks(task: Task, columns: Columns, tokens: IntArray, seqs: IntArray, cont
         return {}
     stages, caches = columns[PP].clip(1), columns[PREFIX] == 1
     drafted = np.where(columns[SPECULATION] > 0, columns[DRAFTED], 0)
+    used = {each.get("kv_connector") for each in connectors.connectors(PROGRAM.parse(task.spec).others)}
 
     def blocks_on(stages: IntArray) -> cache.Blocks:
         return cache.blocks_of(
@@ -316,7 +317,7 @@ def _blocks(task: Task, columns: Columns, tokens: IntArray, seqs: IntArray, cont
             caches,
             drafted,
             similar=1.5 if release >= SIMILAR_SINCE else 1.25,
-            frees_windows=release >= FREES_WINDOWS_SINCE,
+            frees_windows=release >= FREES_WINDOWS_SINCE and used.isdisjoint(connectors.KEEP_WINDOWS),
             checkpoints=release >= CHECKPOINTS_SINCE,
         )
 
@@ -410,8 +411,7 @@ def _tiers(task: Task, other_args: Mapping[str, EngineArg], values: Columns) -> 
 
 
 def _without_graphs(values: Columns) -> BoolArray:
-    """Return the candidates without graphs: DeepEP's kernels for high throughput need this (0.33
-    `config/compilation.py`)."""
+    """Return candidates without graphs, as DeepEP's kernels for high throughput need (0.33 `config/compilation.py`)."""
     uses_library = (values[EXCHANGE] == PROGRAM.code(EXCHANGE, "deepep_high_throughput")) & (values[DP] > 1)
     return np.asarray((values[EAGER] == 1) | (values[GRAPHS] == 1) | uses_library)
 

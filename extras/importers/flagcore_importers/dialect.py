@@ -368,8 +368,7 @@ class Reading:
         return [*self.found(target).values()] or [self.defaults.get(target)]
 
     def value(self, target: str) -> Any:
-        """Return the first value of a target in flagcore's words, or None if neither the command nor the program has
-        one."""
+        """Return the first value of a target in flagcore's words, or None if neither command nor program has one."""
         value, words = self.values(target)[0], self.keys[target].words if target in self.keys else {}
         if not words or value is None:
             return value

@@ -358,8 +358,7 @@ def numbers(text: SettingValue) -> tuple[int, ...]:
 
 
 def _grad_bytes(precision: str, settings: Settings) -> int:
-    """Return the bytes of one gradient element: by default 4 with bf16 weights, otherwise the same as a weight. Source:
-    Megatron-LM `arguments.py`, which enables fp32 accumulation for bf16 by default."""
+    """Return the bytes of a gradient element: by default 4 with bf16, else those of a weight (`arguments.py`)."""
     if precision == "fp32" or settings.get("accumulate_allreduce_grads_in_fp32"):
         return 4
     fp32 = precision != "fp16" and settings.get("accumulate_allreduce_grads_in_fp32", True)
@@ -383,8 +382,7 @@ def is_natural(spec: Spec, settings: Settings) -> bool | None:
 
 
 def _imbalance(settings: Settings) -> float:
-    """Return the number of tokens of the busiest expert rank, relative to the mean over ranks. A capacity factor limits
-    the load. With padding to the capacity, the load equals the factor."""
+    """Return the busiest expert rank's tokens relative to the mean: at most the capacity, with padding just that."""
     load, capacity = float(settings.get("moe_expert_imbalance") or 1.0), settings.get("moe_expert_capacity_factor")
     if not capacity:
         return load

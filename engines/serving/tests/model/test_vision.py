@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flagcore_llamacpp.engine import ENGINE as LLAMACPP
 from flagcore_lmdeploy.engine import ENGINE as LMDEPLOY
+from flagcore_models.catalogue import public_model
 from flagcore_models.parts.tower import VisionTower
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import Images, Load
@@ -358,6 +359,15 @@ def test_connectors_have_tiers(config: Any, envs: dict[str, str], gib: dict[str,
         **dict.fromkeys(("host", "disk", "store"), 0.0),
         **gib,
     }
+
+
+def test_windows_keep_the_context_with_connectors_that_turn_off_vllms_hybrid_manager() -> None:
+    given = {"max-model-len": 65536, "max-num-batched-tokens": 2048}
+    configs = (json.dumps({"kv_connector": each}) for each in ("OffloadingConnector", "LMCacheConnectorV1"))
+    jobs = ({"engine_args": {**given, "kv-transfer-config": each}} for each in configs)
+    model = public_model("google/gemma-3-27b-pt")
+    freed, kept = (tasks.settings(tasks.planned("vllm", model=model, **each)) for each in jobs)
+    assert kept.longest_bytes.item() > 4.0 * freed.longest_bytes.item()
 
 
 def test_an_endless_host_has_each_prefix_that_repeats_and_more_room_never_has_less() -> None:
