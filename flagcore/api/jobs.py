@@ -29,7 +29,7 @@ from flagcore.domain.spec import ClusterSpec, JobRecord, Spec, Task
 from flagcore.errors import FlagError, NotModelled, SpecError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
-from flagcore.report.estimate import PublishedRun
+from flagcore.report.estimate import SHOWN_RUNS, PublishedRun
 from flagcore.tuner.experience import Experience
 from flagcore.tuner.feasibility import no_time
 from flagcore.tuner.problem import candidate_columns, nearest_runs
@@ -347,11 +347,27 @@ def expected_seconds(
     return (mean, low, high), _(text, ratio=f"{factor:.2f}", runs=runs, **figures)
 
 
-def published_runs(problem: Problem, loaded: LoadedPlugins, limit: int | None = NEAREST) -> tuple[PublishedRun, ...]:
-    """Return the published training runs on the task's kinds of chips, at most `limit` of them, the nearest first."""
-    nearest, engines, spec = problem.published[:limit], plugins.engines(), problem.task.spec
-    pairs = zip(nearest, predict_records([record for _, record in nearest], loaded), strict=True)
-    return tuple(_run(spec, job, record, answer, engines) for (job, record), answer in pairs if "step_time_s" in answer)
+class PublishedRuns(Sequence[PublishedRun]):
+    """The published training runs on the task's kinds of chips, at most `limit` of them, the nearest first.
+
+    Those that a table shows, and the others, are predicted once one of them is read.
+    """
+
+    def __init__(self, problem: Problem, loaded: LoadedPlugins, limit: int | None = NEAREST) -> None:
+        self._spec, self._loaded, self._found = problem.task.spec, loaded, list[PublishedRun]()
+        self._left = [problem.published[SHOWN_RUNS:limit], problem.published[:SHOWN_RUNS]]
+
+    def __getitem__(self, place: Any) -> Any:
+        wanted = (place.stop or 0) if isinstance(place, slice) else place + 1
+        while self._left and not 0 < wanted <= len(self._found):
+            pairs, engines = self._left.pop(), plugins.engines()
+            answers = predict_records([record for _, record in pairs], self._loaded)
+            both = [(*pair, each) for pair, each in zip(pairs, answers, strict=True) if "step_time_s" in each]
+            self._found += [_run(self._spec, *each, engines) for each in both]
+        return self._found[place]
+
+    def __len__(self) -> int:
+        return len(self[:])
 
 
 def published_job(problem: Problem, loaded: LoadedPlugins, name: str) -> tuple[str, JobRecord]:

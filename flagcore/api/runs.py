@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -299,8 +299,7 @@ def count_trials(data: Mapping[str, Any]) -> int:
     return sum(len(data.get(name) or ()) for name in ("trials", "repeats", "probes"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """A problem and the state of its search. For a spec, `run` is None and the search has no trials.
 
     `context`: the current input of the strategy.

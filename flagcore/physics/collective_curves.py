@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -137,8 +138,7 @@ class CollectiveTable:
             raise ValueError("a table of curves must not have two curves of the same kind and number of ranks")
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(NamedTuple):
     """The times of one kind of collective, in seconds, by number of ranks and payload.
 
     Times are linear in the payload between powers of two. A payload is mantissa x 2^exponent with a mantissa in

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -241,8 +241,7 @@ def _smooth_max(first: FloatArray, second: FloatArray) -> FloatArray:
 C = TypeVar("C", KernelCosts, CollectiveCosts)
 
 
-@dataclass(frozen=True, slots=True)
-class KernelCostStack:
+class KernelCostStack(NamedTuple):
     """A stack of kernel costs. Implements `flagcore.contracts.KernelCosts`.
 
     `sources`: the costs, the most trusted source first.
@@ -281,8 +280,7 @@ class KernelCostStack:
         return seconds if self.slowdown == 1.0 else self.slowdown * seconds
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveCostStack:
+class CollectiveCostStack(NamedTuple):
     """A stack of collective costs. Implements `flagcore.contracts.CollectiveCosts`.
 
     `sources`: the costs, the most trusted source first.
@@ -300,7 +298,7 @@ class CollectiveCostStack:
 def with_slowdown(kernels: KernelCosts, slowdown: float, *, launches: float = 1.0) -> KernelCosts:
     """Return costs with kernel times multiplied by `slowdown`, and launch times multiplied by `launches`."""
     stack = kernels if isinstance(kernels, KernelCostStack) else KernelCostStack((kernels,))
-    return replace(stack, slowdown=stack.slowdown * slowdown, launch_slowdown=stack.launch_slowdown * launches)
+    return stack._replace(slowdown=stack.slowdown * slowdown, launch_slowdown=stack.launch_slowdown * launches)
 
 
 def _first_known(sources: Sequence[C], seconds_of: Callable[[C], FloatArray]) -> FloatArray:

@@ -126,7 +126,7 @@ class LoadedPlugins:
         return found
 
     def chips(self, name: str = "") -> tuple[Chip, ...]:
-        """Return all chips, or at least those with this (family) name. The second of two with one name is ignored."""
+        """Return all chips, or at least those with this (family) name. The second of two with the same is ignored."""
         return tuple({chip.name: chip for chip, _ in self._catalogue(normalize_name(name)).values()}.values())
 
     def published_runs(self) -> tuple[Mapping[str, Any], ...]:

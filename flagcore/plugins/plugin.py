@@ -6,11 +6,10 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import EntryPoint
 from threading import current_thread, main_thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pluggy
@@ -29,8 +28,7 @@ HOOK_GROUPS = (hooks.ChipHooks, hooks.CostHooks, hooks.EngineHooks, hooks.TrialH
 HOOKS = tuple(name for group in HOOK_GROUPS for name in vars(group) if name.startswith("flagcore_"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plugin:
+class Plugin(NamedTuple):
     """A loaded plugin.
 
     `package`: the package that its entry point names. Empty if it has no entry point.

@@ -135,7 +135,7 @@ class Estimate(Notebook):
     - `crowded`: the fastest candidate that leaves no margin of memory, if it is faster than those that do.
     - `slo` of a candidate: the figures that exceed the latency limits.
     - `unmet`: a message if every candidate exceeds a limit, or if only the baseline fits, or does not.
-    - `published`: published runs on the same chip, the nearest to the job first.
+    - `published`: published runs on the same chip, the nearest to the job first. Runs are predicted once read.
     - `best_mfu`: the highest published MFU on the chip in the job's precision, if known.
     - `mixing`: a comparison of a mixed cluster with each of its kinds of chips alone.
     - `search`: an upper bound for the seconds of all trials.
@@ -167,7 +167,7 @@ class Estimate(Notebook):
     notes: tuple[str, ...] = ()
     unmodelled: tuple[str, ...] = ()
     search: SearchTime | None = None
-    published: tuple[PublishedRun, ...] = ()
+    published: Sequence[PublishedRun] = ()
     best_mfu: Fact | None = None
     mixing: Mixing | None = None
     knobs: Knobs = field(default_factory=dict)
@@ -229,9 +229,9 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
     yield "\n" + "\n".join(lines) + "\n\n" + funnel(estimate.counts), False
     if estimate.mixing:
         yield "\n" + mixing_text(estimate.mixing, estimate.knobs, estimate.recommended["candidate"]), True
-    if estimate.published:
+    if runs := estimate.published[:SHOWN_RUNS]:
         yield "\n" + _("Published runs on this chip that are nearest to this job:"), False
-        yield published_table(estimate.published[:SHOWN_RUNS]), False
+        yield published_table(runs), False
     yield from ((text, False) for text in _notes(estimate) if text)
 
 
@@ -273,10 +273,11 @@ def published_table(runs: Sequence[PublishedRun]) -> str:
 def _ceiling_text(estimate: Estimate) -> str:
     """Return a warning if the recommended candidate has a higher MFU than published runs in the same precision."""
     mfu, precision = estimate.recommended.get("mfu"), estimate.precision
-    published = [(each.mfu, each.run) for each in estimate.published if each.mfu and each.is_bound]
-    if estimate.best_mfu:
-        published.append((estimate.best_mfu.value, estimate.best_mfu.source.detail))
-    if not mfu or not published or mfu <= max(published)[0]:
+    published = [(fact.value, fact.source.detail)] if (fact := estimate.best_mfu) else []
+    if not mfu or (published and mfu <= published[0][0]):  # runs need not be predicted
+        return ""
+    published += [(each.mfu, each.run) for each in estimate.published if each.mfu and each.is_bound]
+    if not published or mfu <= max(published)[0]:
         return ""
     best, source = max(published)
     text = N_("The predicted MFU of {mfu} is above the best published on this chip in {precision}: {best} ({source}).")

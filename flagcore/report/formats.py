@@ -173,7 +173,7 @@ def as_data(value: Any) -> Any:
         return {name: as_data(each) for name, each in field_values.items() if name not in left_out}
     if isinstance(value, Mapping):
         return {name: as_data(each) for name, each in value.items()}
-    return [as_data(each) for each in value] if isinstance(value, (list, tuple)) else value
+    return value if isinstance(value, str) or not isinstance(value, Sequence) else [as_data(each) for each in value]
 
 
 class Notebook:

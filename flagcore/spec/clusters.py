@@ -5,10 +5,10 @@ The cluster consists of identical nodes, or of groups of nodes with different ch
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -84,8 +84,7 @@ _HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.@\\-]{0,252}@)?[A-Za-z0-9_\[][A-
 UNEQUAL = "differs in slots from another host of the same type"
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostLine:
+class HostLine(NamedTuple):
     """A host in a host file.
 
     `user`: the user who logs in by ssh. Empty if the file does not state it.

@@ -124,7 +124,7 @@ def read_job(line: Mapping[str, object], engines: Engines) -> JobRecord:
     record_type: type[AnyRecord] = reader.Record
     data = plain({key: line[key] for key in record_type.model_fields if key in line})
     section = data.get(kind) if isinstance(data.get(kind), dict) else {}
-    if record_type.has_default_engine and section is data.get(kind):
+    if record_type.has_default_engine and section is data.get(kind) and "engine" not in section:
         default = next((name for name, engine in engines.items() if engine.kind == kind), "")
         section = data[kind] = {"engine": default, **section}
     engine = section.get("engine")

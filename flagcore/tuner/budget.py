@@ -6,9 +6,10 @@ import math
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -117,8 +118,7 @@ MAX_SHARE_OF_PROBES = 0.5
 """The maximum share of `control.max_time` for probes before the first run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
+class Budget(NamedTuple):
     """The trials and the time of one run.
 
     `control`: the limits of the spec. Only runs are repeated.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flagcore.contracts import Engine, Launcher, OnEvent, Problem, Strategy
 from flagcore.domain.features import PastMeasurements
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from flagcore.tuner.store import OptunaStore  # importing optuna is slow
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dependencies:
+class Dependencies(NamedTuple):
     """The objects that the loop calls. `probe_strategy` chooses the candidates to probe before the first run."""
 
     plugins: LoadedPlugins
@@ -44,8 +43,7 @@ class Dependencies:
     past: Callable[[Problem], PastMeasurements] = lambda problem: PastMeasurements.empty()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneResult:
+class TuneResult(NamedTuple):
     """The plan and the problem of a search, and the error that stopped it early, or None."""
 
     plan: Plan

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -43,8 +43,7 @@ def predicted_trial(problem: Problem, candidate: Candidate, role: Role, fidelity
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Planner:
+class Planner(NamedTuple):
     """Plans trials with what is left: candidates, time, devices and hosts. `past`: measurements of other tasks."""
 
     progress: Progress

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +27,7 @@ POLL_SECONDS = 60.0
 PARALLEL_POLL_SECONDS = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class _RunningRank:
+class _RunningRank(NamedTuple):
     probe: RankProbe
     process: Future[RunningLaunch]
     """The start of the rank, as a future, because a slow host must not delay the heartbeats of the other ranks."""

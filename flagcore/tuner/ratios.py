@@ -13,7 +13,8 @@ the likelihood of the task's trials under each process (Bayesian model averaging
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import scipy
@@ -23,8 +24,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray, IntArray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scales:
+class Scales(NamedTuple):
     """Standard deviations of the terms of the prior of log(measured / predicted). Length scales are in octaves.
 
     - `chip`, `task`: errors that all candidates on a chip, or of a task, share.
@@ -78,7 +78,7 @@ def time_scales(predictions: Predictions) -> Scales:
     if not is_known.any():
         return TIME
     deviation = float(np.median(np.log(high[is_known] / low[is_known]))) / (2.0 * QUANTILE_90)
-    return replace(TIME, chip=max(TIME.chip, deviation), knob=TIME.knob * max(1.0, deviation / TIME.chip))
+    return TIME._replace(chip=max(TIME.chip, deviation), knob=TIME.knob * max(1.0, deviation / TIME.chip))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +164,7 @@ MIN_PROBABILITY = 1e-3
 """Processes with a smaller posterior probability are dropped. Chosen to limit the run time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Posterior:
+class Posterior(NamedTuple):
     """The posterior of log(measured / predicted), as a mixture of processes with `probabilities`.
 
     `means` and `deviations` have the shape (processes, candidates).
@@ -187,8 +186,7 @@ class Posterior:
         return np.asarray(np.sqrt(np.maximum(square - self.mean**2, 0.0)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Fit:
+class _Fit(NamedTuple):
     """A Gaussian process fitted to measurements.
 
     - `root`: the Cholesky root of the measurements' covariance.
@@ -226,8 +224,7 @@ class _Fit:
         return cls(root, weights, scale, float(log_likelihood))
 
 
-@dataclass(frozen=True, slots=True)
-class _TaskPrior:
+class _TaskPrior(NamedTuple):
     """The prior of a task before its trials, with or without earlier runs.
 
     - `probability`: the prior probability that this is the right prior.
@@ -251,8 +248,7 @@ class _TaskPrior:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Process:
+class _Process(NamedTuple):
     """A task prior fitted to the task's trials, the deviation of a single candidate's error, and its probability."""
 
     task_prior: _TaskPrior
@@ -332,7 +328,7 @@ def _new_priors(scales: Scales, task_ratio: FloatArray, probability: float) -> l
     common = max(np.min(task_ratio), np.min(-task_ratio)) if task_ratio.size else 0.0
     if not scales.slowdown or common < np.log(SLOWDOWN_RATIO):
         return [_TaskPrior(scales, probability, factors)]
-    slow = replace(scales, task=scales.slowdown)
+    slow = scales._replace(task=scales.slowdown)
     return [
         _TaskPrior(scales, (1.0 - SLOWDOWN) * probability, factors),
         _TaskPrior(slow, SLOWDOWN * probability, factors),

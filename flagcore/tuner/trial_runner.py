@@ -7,9 +7,9 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flagcore.contracts import Launcher, Platform, Problem
 from flagcore.domain.secrets import redact_data
@@ -45,8 +45,7 @@ def memory_needed(task: Task, trial: Trial) -> float:
     return used_bytes * (task.cluster.groups[0].devices_per_node if uses_whole_node else 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialRunner:
+class TrialRunner(NamedTuple):
     """Runs and probes trials.
 
     `parallel`: its groups of devices run one trial at a time each. A trial without a group runs on the first one. Its

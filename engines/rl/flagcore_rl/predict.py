@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flagcore_models.layers import experts_of, weights_by_group
@@ -74,8 +74,7 @@ class Framework:
     releases: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Trained:
+class _Trained(NamedTuple):
     """Seconds of training and of one pass of log-probabilities, and bytes of a device.
 
     `memory`: as named in `MEMORY`. `shares`: the number of devices that divide the weights. `flops`: returns the
@@ -90,8 +89,7 @@ class _Trained:
     flops: Callable[[], float]
 
 
-@dataclass(frozen=True, slots=True)
-class _Rolled:
+class _Rolled(NamedTuple):
     """Seconds of generation, and bytes of a device. `memory`: as named in `MEMORY`."""
 
     generation_s: float

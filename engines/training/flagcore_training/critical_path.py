@@ -7,15 +7,14 @@ the backward for the gradients of activations, W the backward for the gradients 
 the shape (stages, candidates).
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from flagcore.domain.space import FloatArray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTimes:
+class StageTimes(NamedTuple):
     """The times of one micro-batch on each stage, in seconds; all candidates have pipelines of the same length.
 
     `forward`, `backward_input` (including recompute), `backward_weight` and `paired` have the shape (stages,

@@ -1,8 +1,8 @@
 """The kinds of layers of a model, and how many of each some of its layers have."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from flagcore_models.layers import layers_of
@@ -15,8 +15,7 @@ Numbers: TypeAlias = tuple[FloatArray, ...]
 EVERY = slice(None)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerKinds:
+class LayerKinds(NamedTuple):
     """The distinct layers of a model: the `leading` ones before the first layer with experts, then the others.
 
     `counts`: how many of the first n layers are of each kind, of shape (kinds, layers + 1).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -161,8 +161,7 @@ WHOLE_STEP = frozenset({"full_iteration"})
 """`Options.graphs` for graphs of whole layers and of a whole step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tower:
+class Tower(NamedTuple):
     """A vision tower, and the images that it reads: in the mean `images` per sequence, of `tokens` prompt tokens each.
 
     `frozen`: whether the weights of its layers are not trained. `frozen_mergers`: the same for those of its mergers.

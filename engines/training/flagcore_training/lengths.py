@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -128,8 +128,7 @@ def one_by_one(train: Training) -> float:
     return sum(map(len, found)) / len(found)
 
 
-@dataclass(frozen=True, slots=True)
-class Padded:
+class Padded(NamedTuple):
     """Micro-batches of `SIZES` samples, all as long as the longest: mean length and mean square of the length.
 
     Both are expected values of the longest of independent samples.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from flagcore.domain.space import FloatArray, IntArray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageLayers:
+class StageLayers(NamedTuple):
     """The contents of one (virtual) pipeline stage.
 
     `layers` and `mtp` are its numbers of layers and of multi-token prediction (MTP) depths. `embedding` and `loss` are

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -21,8 +21,7 @@ from flagcore_training.splits import Splits, StageLayers
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class StageGroups:
+class StageGroups(NamedTuple):
     """The node group of each stage, and the layout on each group.
 
     `starts` are the first stages of all groups but the first. `starts` and `layouts` have one array or record of

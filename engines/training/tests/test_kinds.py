@@ -159,7 +159,7 @@ FROZEN = {"frozen": True, "frozen_mergers": True}
 
 
 def seeing(**values: Any) -> Training:
-    return replace(TEXT, tower=replace(TOWER, **values))
+    return replace(TEXT, tower=TOWER._replace(**values))
 
 
 def seconds(work: Training, split: Layout) -> float:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from flagcore_models.layers import layers_of, mixer_counts
@@ -31,8 +32,7 @@ NARROW = (Mamba, Mamba2, GatedDeltaNet, LightningAttention)
 """The mixers whose states have the model's 16 bits, unless config.json sets another type."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
+class Groups(NamedTuple):
     """The groups of layers of one kind, by candidate.
 
     - `number`: how many groups there are.
@@ -55,8 +55,7 @@ class Groups:
         return np.asarray(np.ceil(self.window / self.block) * (1.0 - 0.5 * self.pieces) + 0.5)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
+class Blocks(NamedTuple):
     """The blocks of a device's cache, by candidate.
 
     - `bytes`: the bytes of a block: of the pages of all layers of a group that are on the device.

@@ -5,7 +5,6 @@ requests, which are lines of JSON on its standard input, and ends when the input
 private folder.
 """
 
-import asyncio
 import atexit
 import contextlib
 import json
@@ -22,7 +21,7 @@ from flagcore.errors import NoDevice
 from flagcore_hosts import wire
 
 Answer = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
-Connect = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Connect = Callable[[str, Any, Any], Awaitable[None]]
 
 
 class Hub:
@@ -87,6 +86,8 @@ class Hub:
 
 async def serve(path: str, answer: Answer, connect: Connect) -> None:
     """Run a hub until flagcore closes the standard input. It answers requests, and connects channels to hosts."""
+    import asyncio  # flagcore's own process, which only asks the hub, does not need it
+
     tasks = set[asyncio.Task[None]]()
     answers = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Ray prints messages of its nodes to stdout
@@ -115,6 +116,8 @@ async def serve(path: str, answer: Answer, connect: Connect) -> None:
 
 async def run_both(first: Awaitable[None], second: Awaitable[None]) -> None:
     """Run both directions of a channel until one of them ends, and raise its exception if it failed."""
+    import asyncio
+
     tasks = {asyncio.ensure_future(first), asyncio.ensure_future(second)}
     done, running = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in running:

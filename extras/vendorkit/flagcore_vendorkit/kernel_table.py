@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,8 +49,7 @@ class Kernel:
     bound: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class KernelArrays:
+class KernelArrays(NamedTuple):
     """The measured kernels of one kind and precision as arrays, with one row per kernel. Fields are as in `Kernel`."""
 
     sizes: FloatArray
@@ -71,8 +70,7 @@ class KernelArrays:
         return AttentionShape(kernel="", **dict(zip(ATTENTION, self.sizes.T, strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
-class KernelSheet:
+class KernelSheet(NamedTuple):
     """The measured kernels of a chip."""
 
     kernels: tuple[Kernel, ...]
@@ -189,8 +187,7 @@ NOISE = 0.03
 MANTISSA = 52
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GridAxis:
+class GridAxis(NamedTuple):
     """An axis of a logarithmic grid over a size, with positions in octaves (log2 of the size).
 
     `first` and `last`: the range of the axis in octaves.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from flagcore.domain.chip import Device
 from flagcore.domain.host import text_of
@@ -157,8 +157,7 @@ print(json.dumps({
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchReport:
+class TorchReport(NamedTuple):
     """The version of torch, the requested attributes that it has, and its devices with their memory in bytes.
 
     `kind`: torch's name of the devices.

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from flagcore.domain.chip import Device, DeviceUse, Fact, Source
 from flagcore.domain.cluster import NodeGroup
@@ -260,8 +260,7 @@ _AFFINITY = re.compile(r"(?:CPU|NUMA|Node) Affinity|GPU NUMA ID")
 """Matches the columns after the devices and adapters."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Matrix:
+class Matrix(NamedTuple):
     """The links of a node.
 
     `links`: the kind of link between each pair of devices.

@@ -12,7 +12,7 @@ import numpy as np
 from flagcore.api.candidate_parser import broken_rules_of
 from flagcore.api.commands.export import first_target
 from flagcore.api.inputs import SpecLike, about_sections, changed_spec, open_spec
-from flagcore.api.jobs import NEAREST, detailed_predictions, expected_seconds, published_runs
+from flagcore.api.jobs import NEAREST, PublishedRuns, detailed_predictions, expected_seconds
 from flagcore.api.runs import snapshot_of
 from flagcore.contracts import Platform, Problem
 from flagcore.domain.engine import ForcedSetting
@@ -79,7 +79,6 @@ def estimate(
         is_detected = task.spec.cluster.chip == AUTO and not task.spec.cluster.groups  # no change of it helps
         to_fit = None if is_detected else partial(cheapest_change, problem, loaded)
         raise NothingFits(nothing_fits_text(problem, to_fit))
-    published = published_runs(problem, loaded, None if evidence else NEAREST)
     place = recommended(problem, order)
     can_start = not task.spec.work.missing
     row = int(order[place])
@@ -109,7 +108,7 @@ def estimate(
         untimed=untimed,
         no_time=no_time(task, problem.costs) if untimed else "",
         precision=precision,
-        published=published,
+        published=PublishedRuns(problem, loaded, None if evidence else NEAREST),
         best_mfu=groups[0].chip.best_mfu.get(precision) if len(groups) == 1 else None,
         runs=_runs(problem),
         assumed=_assumed(task),

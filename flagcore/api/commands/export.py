@@ -3,11 +3,12 @@
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from flagcore import plugins
 from flagcore.api.inputs import LoadedSpec
@@ -29,8 +30,7 @@ from flagcore.tuner.devices import without_local_devices
 from flagcore.tuner.stages.launch import planned_launch, prepared_launch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class Exported(NamedTuple):
     """The files of an export, with notes for the user."""
 
     files: tuple[Path, ...]

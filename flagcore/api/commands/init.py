@@ -7,7 +7,6 @@ from typing import Any
 
 from flagcore import plugins
 from flagcore.api.inputs import LoadedSpec, check_chips, check_spec
-from flagcore.api.notes import LOG
 from flagcore.contracts import ImportedSpec
 from flagcore.domain.chip import USUAL_DEVICES
 from flagcore.domain.spec import ImportNote
@@ -61,8 +60,9 @@ def spec_of_model(
     The precision of training is `auto`. `engine`: None means the default for plans. `chip`: None means that of this
     machine. `devices`: the number per node; None means all. A kind of jobs may have other defaults `for_devices`.
     """
-    kinds = plugins.usable(plugins.kinds(), LOG.debug).values()
-    engine = engine or next((name for kind in kinds for part, name in kind.plans_with if part in model.lower()), "")
+    kinds = plugins.kinds()  # each is loaded on first use: the last kinds are those of other distributions
+    usual = (pair for kind in reversed([*kinds]) for pair in kinds[kind].plans_with)
+    engine = engine or next((name for part, name in usual if part in model.lower()), "")
     cluster: dict[str, Any] = {"nodes": nodes or 1}
     cluster |= {key: value for key, value in (("chip", chip), ("devices_per_node", devices)) if value is not None}
     count = cluster["nodes"] * (devices or (USUAL_DEVICES if chip or nodes else 1))

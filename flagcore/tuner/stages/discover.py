@@ -1,7 +1,8 @@
 """discover: find the hardware of a spec, and the cost models for it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from flagcore.domain.chip import ASSUMED_NETWORK, Chip, Device, Support, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -13,8 +14,7 @@ from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins, best_chip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hardware:
+class Hardware(NamedTuple):
     """The hardware of a spec.
 
     - `cluster`: the node groups in the order of the spec.

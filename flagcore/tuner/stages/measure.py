@@ -14,7 +14,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from flagcore.contracts import Platform, RunningLaunch
 from flagcore.domain.chip import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
@@ -65,8 +66,7 @@ def measure(
     return _Monitor(platform, trial, folder, best).outcome(running, on_poll)
 
 
-@dataclass(frozen=True, slots=True)
-class _Monitor:
+class _Monitor(NamedTuple):
     """Watches a trial that runs in `folder`, and compares it with the `best` trial so far."""
 
     platform: Platform

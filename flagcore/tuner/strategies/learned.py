@@ -1,8 +1,9 @@
 """Bayesian search. It maximizes the expected gain per expected cost, and stops when no gain is likely."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import scipy
@@ -56,8 +57,7 @@ its share in every measured candidate. Such a part may be shorter than predicted
 hand: with two thirds, the search finds the same candidates, but needs more trials."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Evaluation:
+class _Evaluation(NamedTuple):
     """The estimates for the evaluated candidates, with one element per candidate.
 
     - `log_predicted`, `log_time`: logarithms of the predicted and the expected step time in seconds.

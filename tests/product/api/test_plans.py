@@ -11,7 +11,7 @@ from flagcore import api
 from flagcore.api.commands import estimate as estimate_module
 from flagcore.api.commands.explain import REMOVED
 from flagcore.api.inputs import loaded_plugins, open_spec
-from flagcore.api.jobs import predict_records, published_runs
+from flagcore.api.jobs import PublishedRuns, predict_records
 from flagcore.api.runs import load_snapshot
 from flagcore.contracts import Problem
 from flagcore.domain.chip import Support
@@ -387,7 +387,7 @@ def test_a_run_with_experts_does_not_bound_the_mfu_of_a_dense_plan() -> None:
     for model in (SPEC["model"], "mistralai/Mixtral-8x7B-v0.1"):
         problem = open_spec({**SPEC, "model": model}, "BI-V150", (), plan=True).problem
         with loaded_plugins(()) as loaded:
-            bounds.append({run.run.split(",")[0]: run.is_bound for run in published_runs(problem, loaded)})
+            bounds.append({run.run.split(",")[0]: run.is_bound for run in PublishedRuns(problem, loaded)})
     assert [found["Mixtral 8x7B with 8 layers"] for found in bounds] == [False, True]
 
 

@@ -4,7 +4,6 @@ the input: the exit code that is promised, one clear message, no traceback."""
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ def test_a_stopped_candidate_keeps_its_time_and_a_plan_next_to_a_run_is_compared
     plan = load_snapshot(project.spec(), None, ())
     best, slow = (plan.problem.space.candidate(int(row)) for row in rows_by_time(plan.problem)[[5, 0]])
     trials = [tasks.trial(0, best, 1.0), tasks.trial(1, slow, 3.0, state=TrialState.STOPPED)]
-    run = replace(plan, search_state=learn(trials))
+    run = plan._replace(search_state=learn(trials))
     first, second, planned = (
         Subject(where, columns_of(where, each)) for where, each in ((run, best), (run, slow), (plan, slow))
     )

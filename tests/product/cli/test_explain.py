@@ -232,7 +232,7 @@ def test_a_stopped_trial_is_not_predicted_faster_than_measured(project: Project)
     snapshot = load_snapshot(project.spec(), None, ())
     first, other = _candidates(snapshot, 0, 1)
     slow_s = 1.01 * float(snapshot.problem.predictions.step_time_s[snapshot.problem.space.find(other)])
-    learned = replace(snapshot, search_state=learn((tasks.trial(2, first, slow_s, state=TrialState.STOPPED),)))
+    learned = snapshot._replace(search_state=learn((tasks.trial(2, first, slow_s, state=TrialState.STOPPED),)))
     slowest = values_text(_candidates(snapshot, -1)[0].as_dict(), BY_NAME)
     assert candidate_report(snapshot, slowest).changes["fastest"].candidate == first.as_dict()
     assert candidate_report(learned, slowest).changes["fastest"].candidate != first.as_dict()
@@ -289,7 +289,7 @@ def _explained(
 ) -> tuple[str, list[str]]:
     """Return the state of a candidate after trials, with the reasons."""
     run = Run(folder=Path("run"), spec={}, data={}, fidelity=fidelity, **trial_fields(trials, fidelity))
-    learned = replace(snapshot, search_state=run.search_state, run=run)
+    learned = snapshot._replace(search_state=run.search_state, run=run)
     return state_of(Subject(learned, columns_of(learned, candidate)))[:2]
 
 
@@ -355,12 +355,12 @@ def test_if_no_trial_met_the_limits_there_is_no_best(spec: Callable[..., str]) -
     data = run_data(stopped_because="all is tried", objective=objective, trials=trials, **limits).data
     run: Any = SimpleNamespace(best=None, trials=late_trials, repeats=(), probes=(), imported=())
     run.folder, run.data, run.knobs, run.stopped_because = Path("run"), data, {}, data["stopped_because"]
-    learned_snapshot = replace(snapshot, search_state=learn(late_trials), run=run)
+    learned_snapshot = snapshot._replace(search_state=learn(late_trials), run=run)
     with pytest.raises(NothingFits, match="p99 TTFT <= 5 s"):
         candidate_report(learned_snapshot, "best")
     assert not allowed_rows(learned_snapshot).size
     saved = [*late_trials[:-1], replace(trial(len(late_trials) - 1, 1.0), candidate=late_trials[-1].candidate)]
-    assert allowed_rows(replace(learned_snapshot, search_state=learn(saved))).tolist() == [len(late_trials) - 1]
+    assert allowed_rows(learned_snapshot._replace(search_state=learn(saved))).tolist() == [len(late_trials) - 1]
 
 
 def test_too_few_knobs_are_completed_by_the_fastest_candidate_and_the_next_are_listed() -> None:

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from flagcore_training.layout import pick
@@ -66,8 +67,7 @@ _OF_REPLICAS = {"mbs": MBS, "x": MICROBATCHES}
 DP, TP, PP, CP, EP = (SIZES[name] for name in ("dp", "tp", "pp", "cp", "ep"))
 
 
-@dataclass(frozen=True, slots=True)
-class Meshes:
+class Meshes(NamedTuple):
     """The values of the knob `meshes` in a space, numbered from 1 as in its column. Each value is a text.
 
     `groups` are the node groups in the order of the pipeline, -1 for none: (texts + 1, meshes). `codes` are the codes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from flagcore_training.splits import StageLayers
@@ -33,8 +33,7 @@ SPLIT, BALANCED = "layer_split", 1
 """The knob of the split, and the code of its value `balanced`, for which a split is derived for each candidate."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class Split(NamedTuple):
     """The number of a model's layers, and the settings that determine their split.
 
     `counted` is the number of layers in an even split, where embedding and loss may count as one layer each.

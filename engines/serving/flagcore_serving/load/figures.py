@@ -6,7 +6,7 @@ therefore depend on the number of requests. In a steady state, only the requests
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,8 +38,7 @@ GROWTH = 1.1
 """The ratio by which the number of answers must grow between two checks of the steady state."""
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """The part of a load that counts: requests sent at `begin_s` or later, and before `end_s`, in seconds.
 
     Times start at the first send. `error`: the half-width of the widest 95% interval of a mean, relative to the mean.
@@ -123,7 +122,7 @@ def cut(answers: Sequence[Answer], end_s: float, fewest: int) -> Window | None:
     if len(counted) < fewest or end_s <= 0.0:
         return None
     per_token = mean_error(np.array([answer.e2e_s / answer.output_tokens for answer in counted]))
-    return replace(window, error=max(per_token, CUT_ERROR))
+    return window._replace(error=max(per_token, CUT_ERROR))
 
 
 def _ramp(values: FloatArray) -> int | None:

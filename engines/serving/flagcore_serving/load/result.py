@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 FEWEST_ANSWERS = 8
 """Minimum number of answers of a load that ends early. If more requests are in flight, their number is the minimum:
@@ -61,8 +62,7 @@ MAX_MESSAGE = 400
 """Maximum number of characters of a problem's message."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """One instance to which requests are sent.
 
     - `url`: the root of the server, such as `http://127.0.0.1:8000`.

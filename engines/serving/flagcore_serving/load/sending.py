@@ -80,7 +80,7 @@ def measure(
         load = replace(load, num_prompts=steady.most(load))
     requests = traffic(load)
     path = CHAT if requests.images else COMPLETIONS if requests.texts else targets[0].path
-    targets, prefill, encode = ([replace(each, path=path) for each in kind] for kind in (targets, prefill, encode))
+    targets, prefill, encode = ([each._replace(path=path) for each in kind] for kind in (targets, prefill, encode))
     pairs = Pairs(protocol, prefill) if prefill else None
     encoders = Encoders(encode) if encode and protocol != BOOTSTRAP else None
     warmup_requests = warm_up(requests, load.warmup)

@@ -23,7 +23,7 @@ from functools import lru_cache, partial
 from io import TextIOWrapper
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
@@ -53,8 +53,7 @@ _ANSWERS = ("assistant", "gpt")
 """Roles of messages that are answers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class Traffic(NamedTuple):
     """The requests of a load in order.
 
     - `input_len`, `output_len`: tokens of prompts and of answers.
@@ -93,7 +92,7 @@ class Traffic:
         names = ("input_len", "output_len", "arrive_s", "follows", "fresh", "wait_s", "blocks", "texts", "images")
         columns: dict[str, Any] = {name: getattr(self, name) for name in names}
         columns = {name: None if column is None else column[:count] for name, column in columns.items()}
-        return replace(self, **columns, notes=(*self.notes, *notes))
+        return self._replace(**columns, notes=(*self.notes, *notes))
 
     @property
     def tasks(self) -> tuple[IntArray, IntArray]:

@@ -43,24 +43,24 @@ def traffic(load: Load) -> Traffic:
             requests = _conversations(requests, load.turns, load.sub_agents)
         if load.images is not None:
             rng = np.random.default_rng([load.seed, 3])
-            requests = replace(requests, images=draw_images(load.images, load.num_prompts, rng))
+            requests = requests._replace(images=draw_images(load.images, load.num_prompts, rng))
     if load.adapters:
-        requests = replace(requests, adapters=_adapters(load, requests))
+        requests = requests._replace(adapters=_adapters(load, requests))
     if requests.follows is not None:
         requests = _in_turns(requests, load, requests.follows >= 0)
-    return replace(requests, input_len=requests.input_len + load.prefix_len, arrive_s=_arrivals(times, load, requests))
+    return requests._replace(input_len=requests.input_len + load.prefix_len, arrive_s=_arrivals(times, load, requests))
 
 
 def _in_turns(requests: Traffic, load: Load, is_later: BoolArray) -> Traffic:
     """Return the requests of conversations with their waits. `is_later`: which ones are no first turn."""
     if not is_later.any():
-        return replace(requests, follows=None)  # too few requests: none is a second turn
+        return requests._replace(follows=None)  # too few requests: none is a second turn
     conversations = int(np.count_nonzero(~is_later))
     if load.concurrency is not None and conversations < load.concurrency:
         note = f"with {conversations} conversations, there are never {load.concurrency} requests in flight"
-        requests = replace(requests, notes=(*requests.notes, note))
+        requests = requests._replace(notes=(*requests.notes, note))
     wait_s = np.where(is_later, load.think_time_s, 0.0) if requests.wait_s is None else requests.wait_s
-    return replace(requests, wait_s=wait_s)
+    return requests._replace(wait_s=wait_s)
 
 
 def _adapters(load: Load, requests: Traffic) -> IntArray:
@@ -89,7 +89,7 @@ def _conversations(requests: Traffic, turns: int, sub_agents: int = 0) -> Traffi
             follows[index] = index - place + before.get(place, place - 1)
         if place and not fresh[index]:
             lengths[index] += lengths[follows[index]] + requests.output_len[follows[index]]
-    return replace(requests, input_len=lengths, follows=follows, fresh=fresh if fresh.any() else None)
+    return requests._replace(input_len=lengths, follows=follows, fresh=fresh if fresh.any() else None)
 
 
 def in_flight(load: Load) -> Load:

@@ -447,7 +447,7 @@ def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[s
     e2e, ttft, rate = (figures[name][kinds.owner] for name in ("e2e_s.mean", "ttft_s.mean", "requests_per_s"))
     loop, running = _closed_loop(context, load), rate / lanes * (e2e - ttft)
     if HIT_RATE in figures:
-        loop = replace(loop, cached=np.nan_to_num(figures[HIT_RATE][kinds.owner]))
+        loop = loop._replace(cached=np.nan_to_num(figures[HIT_RATE][kinds.owner]))
     visits = np.where(kinds.role > 0, 1.0 / kinds.count, 1.0)
     encodes, count = kinds.role == ENCODES, kinds.total(np.where(kinds.role > 0, 0.0, 1.0))
     before, after = (
@@ -505,7 +505,7 @@ def _in_closed_form(context: Candidates, load: SimulatedLoad, *, with_drafts: bo
     loop, kinds, lanes = _closed_loop(context, load), context.kinds, context.kinds.count
     if with_drafts and context.settings.drafted.any():
         drafted, gain = gains(load.load, context.settings, np.arange(loop.prompt.size))
-        loop = replace(loop, drafted=drafted, gain=gain)
+        loop = loop._replace(drafted=drafted, gain=gain)
     state, encodes = steady_state(loop), kinds.role == ENCODES
     state = LoopMeans(state.ttft, state.tpot, np.where(encodes, 0.0, state.rate))
     share = np.minimum(lanes, load.flight(1)) / lanes

@@ -5,7 +5,7 @@ and computes the prompt tokens of the requests that replace finished sequences. 
 law holds.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,7 @@ MAX_BUSY = 0.95
 """Maximum share of the time that iterations with prompts may take; it keeps the queue finite. A choice."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClosedLoop:
+class ClosedLoop(NamedTuple):
     """One lane of each candidate, and its load in a closed loop. A lane is one instance.
 
     - `costs`, `overheads`: costs of the iterations, and overheads of the engine.
@@ -89,8 +88,7 @@ class ClosedLoop:
         return seconds
 
 
-@dataclass(frozen=True, slots=True)
-class LoopMeans:
+class LoopMeans(NamedTuple):
     """Mean TTFT and TPOT in seconds, and output tokens per second of one lane, by candidate."""
 
     ttft: FloatArray

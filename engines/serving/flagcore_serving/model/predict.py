@@ -225,10 +225,10 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Mo
     on_bus = (link := group.chip.link) is not None and link.topology == "pcie"
     serving = Serving(model=model, precision=precision, overheads=overheads, tokens=tokens, prompt=prompt, draft=draft)
     peak = group.chip.dense_flops_per_second.get("bf16")
-    serving = replace(serving, architecture=group.chip.architecture, peak=peak.value if peak else math.nan)
+    serving = serving._replace(architecture=group.chip.architecture, peak=peak.value if peak else math.nan)
     host, checkpoint = group.chip.host_bytes_per_second, quantization(task.spec) or Quantization()
-    serving = replace(serving, link_domain=group.link_domain, on_bus=on_bus, wide=checkpoint.wide)
-    serving = replace(serving, host_rate=host.value if host else HOST_RATE, adapters=AdaptedRequests.of(loads[0]))
+    serving = serving._replace(link_domain=group.link_domain, on_bus=on_bus, wide=checkpoint.wide)
+    serving = serving._replace(host_rate=host.value if host else HOST_RATE, adapters=AdaptedRequests.of(loads[0]))
     computed, weight_bytes = _computed(kernels, precision, file_bytes, checkpoint.bytes)
     forms = (checkpoint.experts, checkpoint.attention)
     routed, projections = (_computed(kernels, each, None, None) if each else None for each in forms)
@@ -237,9 +237,9 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Mo
     if form in STORED_BYTES and form in overheads.experts:
         overheads = replace(overheads, experts={(routed or (computed,))[0]: overheads.experts[form]})
     if overheads.embeds_on_host and not Hardware.of(task).on_cores:
-        serving = replace(serving, head_bytes=weight_bytes or 2.0)
-    serving = replace(serving, weight_bytes=weight_bytes, routed=routed, projections=projections)
-    return replace(serving, precision=computed, overheads=overheads)
+        serving = serving._replace(head_bytes=weight_bytes or 2.0)
+    serving = serving._replace(weight_bytes=weight_bytes, routed=routed, projections=projections)
+    return serving._replace(precision=computed, overheads=overheads)
 
 
 def _computed(

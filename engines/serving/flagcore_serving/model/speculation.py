@@ -42,8 +42,8 @@ class Draft(NamedTuple):
 def drafts(serving: Serving, settings: Settings) -> Iterator[Draft]:
     """Yield the drafts of candidates. A head has one layer without experts, in 16 bits. The sizes of another model are
     those of `serving.draft`; it is left out if they are unknown."""
-    model, serving = serving.model, replace(serving, adapters=AdaptedRequests())
-    wide = replace(serving, precision=serving.wide_precision, weight_bytes=None)
+    model, serving = serving.model, serving._replace(adapters=AdaptedRequests())
+    wide = serving._replace(precision=serving.wide_precision, weight_bytes=None)
     head, own_layer = (
         replace(model, num_layers=1, moe_first_dense_layers=0, layers=(layer,))
         for layer in (
@@ -52,12 +52,12 @@ def drafts(serving: Serving, settings: Settings) -> Iterator[Draft]:
         )
     )
     of_scheme = {
-        "mtp": (replace(serving, model=own_layer), 0.0),
-        "eagle": (replace(wide, model=head), 0.0),
-        "eagle3": (replace(wide, model=replace(head, vocab_size=min(HEAD_VOCABULARY, model.vocab_size))), 0.5),
+        "mtp": (serving._replace(model=own_layer), 0.0),
+        "eagle": (wide._replace(model=head), 0.0),
+        "eagle3": (wide._replace(model=replace(head, vocab_size=min(HEAD_VOCABULARY, model.vocab_size))), 0.5),
     }
     if serving.draft is not None:
-        of_scheme["draft_model"] = replace(wide, model=serving.draft), 1.0
+        of_scheme["draft_model"] = wide._replace(model=serving.draft), 1.0
     for scheme, (draft, own_tables) in of_scheme.items():
         rows = (settings.scheme == 1 + SCHEMES.index(scheme)) & (settings.drafted > 0)
         if rows.any():

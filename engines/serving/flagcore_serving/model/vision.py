@@ -55,8 +55,7 @@ def image_work(images: RequestImages, vision: Vision) -> list[ImageWork]:
     return work
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderCosts:
+class EncoderCosts(NamedTuple):
     """The costs of a vision tower in seconds, for each candidate.
 
     `patch`, `pair`: seconds per patch and per query-key pair. `floor`: the minimum time for the images of a request.

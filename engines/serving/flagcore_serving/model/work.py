@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flagcore_importers.programs import release
@@ -31,8 +31,7 @@ PIXEL = 25e-9
 JPEG, with transformers 5.19 on one core of a Xeon, measured on 2026-11-23. vLLM 0.32 has one such thread."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SparseKernel:
+class SparseKernel(NamedTuple):
     """A kernel of latent attention to the tokens that an indexer selects.
 
     - `architecture`, `cache`: the chips, and the bytes of a cached element, for which an engine uses it.
@@ -230,8 +229,7 @@ DISK_RATE = 5e9
 lanes of PCIe 4.0 reads at most 7e9."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptedRequests:
+class AdaptedRequests(NamedTuple):
     """The requests that use adapters: a share of all, and the share of each adapter among them."""
 
     share: float = 0.0
@@ -255,8 +253,7 @@ def distinct_experts(count: FloatArray | float, chosen: FloatArray | float, toke
     return np.asarray(count * (1.0 - (1.0 - chosen / count) ** tokens))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
+class Serving(NamedTuple):
     """Inputs that all candidates of a task share.
 
     - `precision`: the format in which the weights are multiplied.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,7 @@ from flagcore_serving.load.images import DELIMITERS, image_tokens
 from flagcore_serving.load.traces import trace_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hardware:
+class Hardware(NamedTuple):
     """The devices that a candidate may use.
 
     - `cards`: the number of devices.

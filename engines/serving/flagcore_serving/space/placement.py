@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from operator import attrgetter
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -146,8 +146,7 @@ def of_kind(values: Mapping[str, KnobValue], kind: str) -> dict[str, KnobValue]:
     return {**kind_values, PREFILL_DECODE: None, INSTANCES: sum(each.count for each in parts), **layout}
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """One instance of a candidate: its knob values, and the index `first` of its `width` devices.
 
     An instance on several `hosts` uses all their devices. `kind`: ENCODE, PREFILL or DECODE if the instance does only

@@ -6,11 +6,10 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flagcore_importers.programs import strip_dashes
 from flagcore_models.gguf import context_length
@@ -154,8 +153,7 @@ _GROUP = 128
 """The usual group of weights of 4 bits that share a scale (AutoAWQ and GPTQModel's default)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quantization:
+class Quantization(NamedTuple):
     """How a checkpoint stores its quantized weights.
 
     - `block`: the columns or rows that share a scale, of which a shard must be a multiple; 1 if any shard loads.

@@ -1,6 +1,6 @@
 """Seconds of iterations: what more tokens, devices and narrower weights do; and the memory of a server."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ SENT = {**WIDE, "exchanges": True}
 
 def seconds(part: str, at: float = 1.0, on: Costs | None = None, **given: Any) -> float:
     """A part of an iteration of `at` tokens: bf16 on one device, but for what is given."""
-    names = {each.name for each in fields(Serving)} & {*given}
+    names = {*Serving._fields} & {*given}
     serving = {"model": DENSE, "precision": "bf16", "overheads": OVER, **{name: given.pop(name) for name in names}}
     found = getattr(iteration_costs(Serving(**serving), settings(**given), on or costs()), part)[0]
     return float(np.interp(at, NODES, found) if np.ndim(found) else found)
@@ -144,13 +144,13 @@ BLOCKS = SparseKernel(architecture="new", heads=64, rate=0.5)
     [
         (BLOCKS, LONG, 1.0, 1.0),
         (BLOCKS, {**LONG, "tensor": 4}, 1.0, 1.0),  # 8 heads of a rank take as long as 64
-        (replace(BLOCKS, heads=16), LONG, 0.5, 0.5),
+        (BLOCKS._replace(heads=16), LONG, 0.5, 0.5),
         (BLOCKS, SHORT, 1.0, 1.0),
-        (replace(BLOCKS, skips=True), SHORT, 0.5, 0.25),
-        (replace(BLOCKS, prompts=False), LONG, 1.0, None),
-        (replace(BLOCKS, answers=False), LONG, None, 1.0),
-        (replace(BLOCKS, architecture="old"), LONG, None, None),
-        (replace(BLOCKS, least=128), LONG, None, None),
+        (BLOCKS._replace(skips=True), SHORT, 0.5, 0.25),
+        (BLOCKS._replace(prompts=False), LONG, 1.0, None),
+        (BLOCKS._replace(answers=False), LONG, None, 1.0),
+        (BLOCKS._replace(architecture="old"), LONG, None, None),
+        (BLOCKS._replace(least=128), LONG, None, None),
         (BLOCKS, {**LONG, "cache_element_bytes": 1.0}, None, None),
     ],
 )
@@ -173,7 +173,7 @@ def test_prompts_that_select_all_tokens_may_have_other_kernels_and_the_last_bloc
     plain = {**given, "overheads": replace(OVER, sparse=(BLOCKS,))}
     assert seconds("pair", **SHORT, **dense) == seconds("pair", **SHORT)
     assert seconds("pair", **LONG, **dense) != seconds("pair", **LONG)
-    waits = {**given, "overheads": replace(OVER, sparse=(replace(BLOCKS, units=100),))}
+    waits = {**given, "overheads": replace(OVER, sparse=(BLOCKS._replace(units=100),))}
     block = 36 * 64 * 2048 * 2 * (512 + 64 + 512) * 100 / (0.5 * 1e15)
     for tokens, share in ((1, 0.99), (64, 0.5), (LARGE, 0.5)):  # of 100 units
         wait = seconds("local", tokens, **SHORT, **waits) - seconds("local", tokens, **SHORT, **plain)
@@ -309,7 +309,7 @@ def test_experts_may_have_a_format_of_their_own() -> None:
     assert (form, config["expert_dtype"]) == ("fp8", "fp4")
     assert "expert_dtype" not in (find_public("deepseek-ai/DeepSeek-V4-Flash-Base") or ({}, None))[0]
     of = serving(EXPERTS, precision="fp8")
-    narrow, own = (weight_bytes(each, settings())[0] for each in (of, replace(of, routed=("bf16", 17 / 32))))
+    narrow, own = (weight_bytes(each, settings())[0] for each in (of, of._replace(routed=("bf16", 17 / 32))))
     assert narrow - own == pytest.approx(36 * 3 * 4096 * 768 * 128 * (1.0 - 17 / 32))
 
 
@@ -325,7 +325,7 @@ def test_narrow_weights_leave_tables_in_16_bits() -> None:
     tables = 2 * 2 * 151936 * 4096
     wide, narrow = (weight_bytes(serving(precision=name), settings())[0] for name in ("bf16", "fp8"))
     assert narrow - tables == pytest.approx(0.5 * (wide - tables))
-    head = weight_bytes(replace(serving(precision="fp8"), head_bytes=0.6), settings())[0]  # and no embedding: llama.cpp
+    head = weight_bytes(serving(precision="fp8")._replace(head_bytes=0.6), settings())[0]  # and no embedding: llama.cpp
     assert narrow - head == pytest.approx(tables - 0.6 * tables / 4)
 
 
@@ -342,10 +342,10 @@ def test_a_latent_is_whole_on_each_tensor_rank_that_does_not_share_it() -> None:
 
 def test_a_layer_with_a_window_caches_only_its_window_if_the_engine_frees_the_rest() -> None:
     model = mixed(DENSE, {"window": 1024}, 30)
-    of = replace(serving(model, frees_windows=True), tokens=4096.0)
+    of = serving(model, frees_windows=True)._replace(tokens=4096.0)
     assert memory(of).token[0] == pytest.approx((6 + 30 / 4) * 2 * 8 * 128 * 2)
     assert token_bytes(model, settings(), 4096.0, 2048.0)[0] == pytest.approx((6 + 30 * 3 / 4) * 2 * 8 * 128 * 2)
-    assert memory(replace(serving(model), tokens=4096.0)).token[0] == token_bytes(DENSE, settings())[0]
+    assert memory(serving(model)._replace(tokens=4096.0)).token[0] == token_bytes(DENSE, settings())[0]
 
 
 def test_layers_that_run_again_have_a_cache_and_no_weights() -> None:
@@ -402,8 +402,8 @@ def test_the_cache_may_be_a_share_of_what_is_free_before_weights_are_loaded_or_o
 
 def test_experts_in_mxfp4_may_have_padded_rows() -> None:
     """vLLM prints 64.38 GiB for gpt-oss-120b with Triton's kernels on H100 (its issue 33155)."""
-    stored = replace(serving(public_model("openai/gpt-oss-120b"), pads_mxfp4=256), weight_bytes=17 / 32)
-    found = weight_bytes(replace(stored, wide=frozenset({"attention"})), settings())[0]
+    stored = serving(public_model("openai/gpt-oss-120b"), pads_mxfp4=256)._replace(weight_bytes=17 / 32)
+    found = weight_bytes(stored._replace(wide=frozenset({"attention"})), settings())[0]
     assert found / GIB == pytest.approx(64.38, rel=0.01)
 
 

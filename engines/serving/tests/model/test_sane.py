@@ -201,7 +201,7 @@ def test_slots_take_memory_of_the_cache_and_their_rank_takes_time() -> None:
     rows = settings(adapter_slots=[0, 1, 4, 4, 4], adapter_rank=[0, 16, 16, 0, 64])
     cache = serving_memory(serving, rows, costs()).cache
     local = iteration_costs(serving, rows, costs()).local
-    base = iteration_costs(replace(serving, adapters=AdaptedRequests()), rows, costs()).local
+    base = iteration_costs(serving._replace(adapters=AdaptedRequests()), rows, costs()).local
     assert cache[0] == cache[3] > cache[1] > cache[2] > cache[4]
     assert (cache[0] - cache[2]) == pytest.approx(4 * (cache[0] - cache[1])), "memory grows with the slots"
     assert (local[[0, 3]] == base[[0, 3]]).all(), "rank 0 is the base model"

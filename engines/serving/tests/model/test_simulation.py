@@ -544,6 +544,6 @@ def test_a_simulation_stops_once_enough_requests_exceed_a_limit() -> None:
 
 def test_prompts_of_prefill_instances_are_divided_among_all_ranks() -> None:
     one, many = (loop(times(), 64.0, 1024.0, 256.0, 1e9) for _ in range(2))
-    many = replace(many, ranks=np.array([4.0]), budget=4.0 * many.budget)
-    slow, fast = (float(steady_state(replace(each, role=np.array([1]))).rate[0]) for each in (one, many))
+    many = many._replace(ranks=np.array([4.0]), budget=4.0 * many.budget)
+    slow, fast = (float(steady_state(each._replace(role=np.array([1]))).rate[0]) for each in (one, many))
     assert fast > 2.0 * slow

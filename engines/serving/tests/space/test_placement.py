@@ -40,7 +40,7 @@ def test_instances_fit_exactly_if_they_have_places() -> None:
     random, answers = np.random.default_rng(1), list[bool]()
     for _ in range(2000):
         hosts, per_host = int(random.integers(1, 6)), int(random.choice([1, 2, 4, 6, 8]))
-        hardware = replace(Hardware.of(serving("vllm")), hosts=hosts, per_host=per_host, cards=hosts * per_host)
+        hardware = Hardware.of(serving("vllm"))._replace(hosts=hosts, per_host=per_host, cards=hosts * per_host)
         widths = random.choice([1, 2, 3, 4, 6, 8, 16], size=int(random.integers(1, 4)))
         parts = tuple(Role(int(random.integers(1, 5)), tp=int(width)) for width in widths)
         answers.append(places([each.devices for each in parts for _ in range(each.count)], hardware) is not None)
@@ -49,7 +49,7 @@ def test_instances_fit_exactly_if_they_have_places() -> None:
 
 
 def test_a_million_instances_are_placed_at_once() -> None:
-    hardware = replace(Hardware.of(serving("vllm")), hosts=125_000, per_host=8, cards=1_000_000)
+    hardware = Hardware.of(serving("vllm"))._replace(hosts=125_000, per_host=8, cards=1_000_000)
     assert fits((Role(499_999, tp=2), Role(2)), hardware)
     assert not fits((Role(499_999, tp=2), Role(3)), hardware)
 

@@ -5,7 +5,7 @@ torch, and the bytes at the moments of their backward. Counted in torch 2.13.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from flagcore_models.layers import layer_counts, own_embeddings
@@ -27,8 +27,7 @@ NORM_VALUES = {2.0: 14.0, 4.0: 5.0}
 in torch 2.13."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerActivations:
+class LayerActivations(NamedTuple):
     """Bytes of a layer for one micro-batch: `stored` before backward, and at moments of `backward` above all stored.
 
     `gradients`: of the outputs of all products and norms.
@@ -39,8 +38,7 @@ class LayerActivations:
     gradients: FloatArray
 
 
-@dataclass(frozen=True, slots=True)
-class Activations:
+class Activations(NamedTuple):
     """Bytes of activations of one micro-batch.
 
     `stored`: of all layers before backward, of which `embeddings` are those of the embeddings that layers have of their
@@ -62,8 +60,7 @@ class Activations:
         return stored, sum((number * each.gradients for number, each in pairs), np.zeros_like(size))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PartBytes:
+class _PartBytes(NamedTuple):
     """Bytes of a mixer or network for one micro-batch.
 
     `stored`: besides its input. `kept`: with selective checkpoints, of which `shared` are among those stored.

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from flagcore_models.layers import (
@@ -121,8 +121,7 @@ class MemoryInputs:
         return {layer: Unit.of(self, layer) for layer in layer_counts(self.model)}
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """The padded numbers of weights of a layer without its routed experts, and of a rank's routed experts: all of them,
     and those that are trained.
     """

@@ -7,7 +7,7 @@ and layers without a gate Korthikanti et al. 2022 (arXiv 2205.05198). The busies
 `Layout.busiest` times the mean number of tokens.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from flagcore_models.layers import depth_of
@@ -334,8 +334,7 @@ def depths(
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Logits:
+class _Logits(NamedTuple):
     """Bytes of the logits of one loss: computed, stored, and the peaks of forward and backward above `stored`."""
 
     computed: FloatArray

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from flagcore_models.layers import attention_of, experts_of
@@ -25,8 +26,7 @@ from flagcore_training.layout import Layout, Training
 from flagcore_training.weights import Parts, add_parts
 
 
-@dataclass(frozen=True, slots=True)
-class ExtraBytes:
+class ExtraBytes(NamedTuple):
     """Bytes that recompute or offload adds to a module's peak.
 
     The bytes are limited to `saved_per_layer` times the number of other layers in flight.
@@ -138,8 +138,7 @@ OFFLOADED = {
 """The tensors that are sent to the host if a module is offloaded: the module's inputs."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecomputedTensors:
+class RecomputedTensors(NamedTuple):
     """Tensors that are recomputed together instead of stored, by name.
 
     `enabled` is 1 for candidates that recompute them. The tensors are allocated again when backward reaches the last
@@ -293,8 +292,7 @@ class Moments:
         return peak
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(NamedTuple):
     """Bytes of one layer for one micro-batch: the stored bytes, and the peaks above them.
 
     `crossing` are the peaks while another micro-batch's forward overlaps this layer's backward. It is None without such

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from operator import add
+from typing import NamedTuple
 
 import numpy as np
 from flagcore_models.layers import depth_of
@@ -39,8 +40,7 @@ ENTRY = {"tokens": "embedding", "vision": "vision"}
 """The components of the tensors that are stored before the first layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kinds:
+class Kinds(NamedTuple):
     """The bytes that each kind of layer of a model stores, with recompute and offload, for each candidate.
 
     `modules` are those of each mixer and each network, `entry` is the module of the embedding, and `head_row` are the
@@ -80,10 +80,10 @@ class Kinds:
         found = cls(train, layout, sizes, modules, *ends, recomputed, offloaded, last)
         if model.mtp_num_layers:
             row = modules_of(train.of_depths, layout, sizes, depth_of(model).layer)
-            found = replace(found, mtp=found._layer(row))
+            found = found._replace(mtp=found._layer(row))
         if kinds.are_plain:
             none = tuple(np.zeros(()) for _ in kinds.layers)
-            found = replace(found, plain=found.layers(none, () if options.offload_stages else offloaded))
+            found = found._replace(plain=found.layers(none, () if options.offload_stages else offloaded))
         return found
 
     def rows(self, numbers: Numbers) -> list[list[Module]]:
@@ -192,8 +192,7 @@ def _kept(train: Training, stage: Stage) -> FloatArray:
     return 1.0 - away / np.maximum(stage.layers, 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class StageActivations:
+class StageActivations(NamedTuple):
     """The activations of a stage at the memory peak of forward and backward.
 
     `whole` are the numbers of layers of each group that store all their tensors. `inputs`: bytes of the inputs of
@@ -247,8 +246,7 @@ def stage_activations(stage: Stage, kinds: Kinds) -> StageActivations:
     return StageActivations(whole, inputs, one * stage.in_flight + end_bytes, above)
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Work(NamedTuple):
     """The mean layer of each group of a stage, and the bytes that they need with full recompute.
 
     `plain` is the peak of the backward pass of fully stored layers above the stored bytes. `input` is the bytes that

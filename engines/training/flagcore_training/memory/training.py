@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from flagcore_models.layers import attention_of, depth_of, experts_of
@@ -284,8 +285,7 @@ def component_table(
     return table
 
 
-@dataclass(frozen=True, slots=True)
-class _Estimate:
+class _Estimate(NamedTuple):
     """The inputs that the memory estimates of all stages share.
 
     `selective` is an upper bound for the candidates `uniform`, which recompute every layer in full: the estimate with
@@ -302,7 +302,7 @@ class _Estimate:
         uniform = np.flatnonzero(layout.uniform == 1)
         estimate = cls(Kinds.from_layout(train, layout), uniform)
         modules = train.options.recompute_modules
-        return replace(estimate, selective=estimate._with_selective(modules, uniform)) if uniform.size else estimate
+        return estimate._replace(selective=estimate._with_selective(modules, uniform)) if uniform.size else estimate
 
     def _with_selective(self, modules: frozenset[str], rows: IntArray) -> _Estimate:
         """Return the estimate for the candidates `rows` if they only recompute `modules`, selectively."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from flagcore_models.layers import streams_of
@@ -189,8 +190,7 @@ def collective(
     return costs.collectives.seconds(kind, payload, as_integers(ranks), strides)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorCollectives:
+class TensorCollectives(NamedTuple):
     """The times of the collectives around one block of tensor-parallel layers (attention or an FFN), in seconds.
 
     With sequence parallelism a block gathers its input tokens and reduce-scatters its output; without it, the block
@@ -222,7 +222,7 @@ class TensorCollectives:
         `peft/utils.py`, `ParallelLinearAdapter`: gather_output).
         """
         is_gathered = train.options.joint_adapters and has_adapter(train.options.adapter, target)
-        return replace(self, adapter=self.gather * is_gathered)
+        return self._replace(adapter=self.gather * is_gathered)
 
     def backward(self, first: Linear) -> FloatArray:
         """Return the exposed communication of a block's backward pass in seconds. `first` is its first linear layer.
@@ -301,8 +301,7 @@ def _distinct(network: Experts, n: FloatArray, *, neighbours: bool) -> FloatArra
     return np.minimum(n * (1.0 - (1.0 - 1.0 / np.maximum(n, 1.0)) ** network.chosen), network.chosen)
 
 
-@dataclass(frozen=True, slots=True)
-class Messages:
+class Messages(NamedTuple):
     """The times of messages between neighbouring pipeline stages, in seconds.
 
     `inside` is the mean time of a message inside each node group, `between` the time of a message across each border
