@@ -223,7 +223,8 @@ class DeepSpeed(Trainer):
         weights = weights_of_rank(train, layout) - small
         prefetch = min(sizes[PREFETCHED], sizes[LIVE])
         kept = sizes[LIVE] if prefetch else sizes[REUSED] / 2.0
-        live = np.minimum(weights, max(kept, table_products(model)[0].weights) + prefetch) + small
+        table = table_products(model)[0].weights
+        live = np.minimum(weights, max(kept, table) + prefetch) + small
         groups = np.maximum(columns.get(HPZ, 1), 1)
         count, ranks = weights_of_rank(train, layout, only_trained=True), layout.data * layout.context
         gathered = np.where(is_zero_3 & (ranks > 1), u * (live + weights / groups * (groups > 1)), 0.0)

@@ -249,9 +249,9 @@ def embedding_time(train: Training, layout: LayerLayout, costs: Costs) -> StageT
     """Return the time of the embedding: looking up a micro-batch's tokens, and computing the gradient of the table."""
     tokens, row_bytes = layout.tokens(train.sequence), train.value_bytes * train.model.hidden_size
     tp = TensorCollectives.from_layout(train, layout, costs)
-    zeros, launches, moved = np.zeros_like(tokens), np.full_like(tokens, Embedding.launches), costs.kernels.memory_seconds
+    zeros, launches = np.zeros_like(tokens), np.full_like(tokens, Embedding.launches)
     reduction = np.where(layout.sequence_parallel > 0, tp.scatter, tp.reduce)
-    looked_up, summed = (moved(passes * row_bytes * tokens) for passes in Embedding.passes)
+    looked_up, summed = (costs.kernels.memory_seconds(passes * row_bytes * tokens) for passes in Embedding.passes)
     forward = Seconds.from_compute(looked_up, tensor=reduction, launches=launches)
     backward = Seconds.from_compute(zeros, tensor=tp.gather * layout.sequence_parallel, launches=launches)
     return StageTime(forward, backward, summed)
