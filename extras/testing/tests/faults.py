@@ -21,7 +21,7 @@ from extras.testing.tests.faulty import (
 )
 
 ARGUMENTS = {
-    "chips": "",
+    "chips": "name",
     "devices": "environment",
     **dict.fromkeys(("topology", "collective_costs"), "group"),
     "memory_model": "group, engine, kind",
