@@ -88,7 +88,7 @@ def _idle_devices(problem: Problem) -> list[str]:
     """
     work, task, rows = problem.platform.task.spec.work, problem.platform.task, problem.pruned.open_rows
     columns = problem.space.columns(rows) if rows.size else problem.space.columns()
-    if work.has_steps or getattr(work, "only_best", False) or not len(problem.space):  # `flag size` counts those in use
+    if work.has_steps or work.only_best or not len(problem.space):  # `flag size` counts those in use
         return []
     used = problem.engine.device_counts(task.for_engine(), columns)
     usable_count = work.cards or task.cluster.devices

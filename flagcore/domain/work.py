@@ -58,6 +58,9 @@ class Work:
     directory: str | None = None
     engine_version: str | None = None
     """The release of the engine. None means the installed one, or an unknown one in a command."""
+    only_best: bool = False
+    """Whether a plan asks only for the best candidate, to compare it with other plans: figures of others may be bounds,
+    and advice on the devices is left out."""
 
     @property
     def settings(self) -> Mapping[str, KnobValue | float]:

@@ -175,7 +175,6 @@ class ServeSpec(Work):
     `repeats`: how many times each load point runs.
     `highest`: `request_rate` or `concurrency`, if each trial searches for the highest value that meets the SLO. The
     value in the only load is then the upper bound of this search. None otherwise.
-    `only_best`: whether a plan asks only for the candidate with the highest rate: those of others may be bounds.
     `prefix_aware`: whether a request goes to the instance that has already received the longest prefix of its prompt,
     unless that instance is much busier than others. Otherwise it goes to the instance with the fewest requests.
     `default_space`: whether the spec has no space, so that the engine searches layouts and batch limits.
@@ -207,7 +206,6 @@ class ServeSpec(Work):
     cards: int | None = None
     repeats: int = 1
     highest: str | None = None
-    only_best: bool = False
     prefix_aware: bool = False
     default_space: bool = False
     elsewhere: Literal["", "host", "image"] = ""

@@ -14,7 +14,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,8 @@ from flagcore_serving.space.hardware import INSTANCES, PREFILL_DECODE
 from flagcore_serving.space.roles import roles
 
 RATE, NUMBER = "serve.profile.request_rate", "serve.profile.num_prompts"
-Planned = Callable[[SpecLike], Estimate]
-"""A function that predicts a spec."""
+Planned = Callable[..., Estimate]
+"""A function that predicts a spec, by default only its best candidate and without advice. `change`: see `estimate`."""
 WHOLE = 8
 """Replicas have any number of devices up to this one. Instances that prefill and others that decode rarely need a power
 of two."""
@@ -105,7 +104,7 @@ def sizes_of(spec: LoadedSpec, rate: float, chips: Mapping[str, float | None], p
     The best has the lowest cost if all have prices, otherwise the fewest devices. Raises the errors of
     `flagcore.estimate`, and NothingFits if no size serves a request within the limits.
     """
-    found, problems = list[Size](), list[NothingFits]()
+    found, failed = list[Size](), None
     cluster = _section(spec.data, "cluster")
     if cluster.get("groups"):
         planned(spec)  # which refuses them
@@ -113,15 +112,18 @@ def sizes_of(spec: LoadedSpec, rate: float, chips: Mapping[str, float | None], p
         if price is None and chip in ("", cluster.get("chip")):
             price = cluster.get("price_per_device_hour")  # that of its own chip
         for nodes, devices in _shapes(spec):
+            replica = _replica(spec, chip, price, nodes, devices)
             try:
-                sizes = list(_size(_replica(spec, chip, price, nodes, devices), rate, nodes, devices, planned))
+                sizes = list(_size(replica, rate, nodes, devices, planned))
                 seen = {(each.chip, each.devices_per_replica) for each in found}
                 found += (each for each in sizes if (each.chip, each.devices_per_replica) not in seen)
                 chip = sizes[0].chip if sizes else chip  # a note explains an alias once
-            except NothingFits as error:
-                problems.append(error)
+            except NothingFits:
+                failed = replica
     if not found:
-        raise problems[-1] if problems else NothingFits(_("no size serves a request within the limits of serve.slo"))
+        if failed is not None:
+            planned(failed, change=replace)  # raises NothingFits with advice
+        raise NothingFits(_("no size serves a request within the limits of serve.slo"))
     has_prices = all(each.cost_per_hour is not None for each in found)
     return sorted(found, key=lambda each: (each.cost_per_hour if has_prices else 0, each.devices, each.replicas))
 
@@ -357,12 +359,11 @@ def sizing(
     if not serve.get("slo"):
         raise UsageError(_("flag size needs latency limits: give --ttft-p99 or --slo, or set serve.slo"))
     check_spec(spec, without)
-    estimated = partial(estimate, top=LISTED, distinct=True, without=without, change=_for_best)
     loaded, said = LoadedSpec(file, data), set[str]()
 
-    def planned(spec: SpecLike) -> Estimate:
+    def planned(spec: SpecLike, change: Callable[[Spec], Spec] = _for_best) -> Estimate:
         with _once(said):
-            return estimated(spec)
+            return estimate(spec, top=LISTED, distinct=True, without=without, change=change)
 
     found = sizes_of(loaded, rate, chips, planned) if run is None else [measured_size(loaded, rate, run)]
     best = found[0]

@@ -197,6 +197,15 @@ def test_a_search_for_the_highest_load_does_not_advise_a_lower_one() -> None:
     assert "lower the load" not in str(error.value)
 
 
+def test_a_change_that_fits_is_sought_once_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sought = list[int]()
+    change = "flagcore.api.commands.estimate.cheapest_change"
+    monkeypatch.setattr(change, lambda problem, _: str(sought.append(problem.task.cluster.devices) or "more nodes"))
+    with pytest.raises(NothingFits, match="more nodes$"):
+        sizing(changed_spec(LOADED, {"model": {**SHAPE, "hidden_size": 65536}}), 1.0, None, {})
+    assert sought == [2]
+
+
 @pytest.mark.slow
 def test_a_run_that_measured_a_replica_replaces_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate = {"instances": 1, "max_num_seqs": 64}

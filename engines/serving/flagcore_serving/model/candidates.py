@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from flagcore.domain.metrics import HIGHEST_LOAD, LATENCIES, RATES, STATISTICS
-from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.domain.spec import Task, figure_name, is_rate, seconds
 from flagcore_serving.job import ServeSpec
 from flagcore_serving.load.figures import MAX_TURNS, TASK_S, TURN_TTFT, keeps_up
@@ -110,8 +110,9 @@ def expected_figures(context: Candidates, *, simulates: bool = True) -> dict[str
     """Return the metrics of each candidate by name. Metrics are NaN if costs are unknown or the host computes layers.
 
     Candidates with equal inputs are simulated once. With several load points, one point determines the metrics, as in a
-    measurement. Without `simulates`, all metrics are in closed form, at the heaviest load,
-    and SIMULATION is a number that candidates with equal simulations share.
+    measurement. No highest load is searched for candidates whose cache does not hold the longest request. Without
+    `simulates`, all metrics are in closed form, at the heaviest load, and SIMULATION is a number that candidates with
+    equal simulations share.
     """
     loads, members, candidates_by_key, names = context.loads, context.kinds.members, _by_key(context), _names(context)
     heaviest_load = max(loads, key=lambda load: load.flight(1))
@@ -124,11 +125,13 @@ def expected_figures(context: Candidates, *, simulates: bool = True) -> dict[str
     representatives = np.array([rows[0] for rows in candidates_by_key.values()], dtype=np.int64)
     requests = sum(min(load.input_len.size, MAX_SEARCHED if context.serve.highest else MAX_REQUESTS) for load in loads)
     limit = min(MAX_SIMULATED, max(MIN_SIMULATED, MAX_WORK // requests))
-    simulates_all, found = representatives.size <= limit, dict[object, tuple[float, Mapping[str, float]]]()
-    needs_rates = context.serve.highest is not None or not simulates_all
+    simulated, found = representatives, dict[object, tuple[float, Mapping[str, float]]]()
+    if context.serve.highest is not None:
+        simulated = simulated[~_lacks_room(context)[simulated]]
+    needs_rates = context.serve.highest is not None or simulated.size > limit
     closed_form = _in_closed_form(context, heaviest_load) if needs_rates else {}
     expected = closed_form.get("requests_per_s", np.zeros(context.kinds.size))
-    simulated = representatives if simulates_all else _best_rows(context, closed_form, representatives, limit)
+    simulated = simulated if simulated.size <= limit else _best_rows(context, closed_form, simulated, limit)
     simulated_rows = set(simulated.tolist())
     for rows in sorted(candidates_by_key.values(), key=lambda rows: -expected[rows[0]]):
         if rows[0] in simulated_rows:
@@ -140,7 +143,7 @@ def expected_figures(context: Candidates, *, simulates: bool = True) -> dict[str
             best = _select(points, context.serve.slo, context.task.spec.objective)
             for name in names:
                 table[name][rows] = best.get(name, np.nan)
-    for name in () if simulates_all else FIGURE_NAMES:
+    for name in () if simulated.size == representatives.size else FIGURE_NAMES:
         table[name] = _completed(table[name], closed_form[name], simulated)
     return table
 
@@ -148,7 +151,8 @@ def expected_figures(context: Candidates, *, simulates: bool = True) -> dict[str
 def _completed(values: FloatArray, closed_form: FloatArray, simulated: IntArray) -> FloatArray:
     """Return a metric with those in closed form where it was not simulated, scaled as in the `simulated` rows."""
     ratios = values[simulated] / closed_form[simulated]
-    ratio = median(ratios[~np.isnan(ratios)].tolist() or [math.nan])  # np.nanmedian imports numpy.ma, which is slow
+    known = ratios[~np.isnan(ratios)].tolist() or [math.nan if ratios.size else 1.0]
+    ratio = median(known)  # np.nanmedian imports numpy.ma, which is slow
     return np.where(np.isnan(values) & ~np.isnan(closed_form), closed_form * ratio, values)
 
 
@@ -541,7 +545,12 @@ def _best_rows(context: Candidates, figures: Mapping[str, FloatArray], rows: Int
     base = figures.get(name, figures["output_tokens_per_s"])[rows]
     if name.endswith("per_device"):
         base = base / context.kinds.total(context.settings.devices)[rows]
+    return rows[np.lexsort((-base if name in RATES else base, _lacks_room(context)[rows]))[:limit]]
+
+
+def _lacks_room(context: Candidates) -> BoolArray:
+    """Return which candidates have an instance whose cache does not hold the longest request."""
     longest = max(load.longest for load in context.loads)
     lacks = context.memory.cache_tokens < longest + context.memory.sequence_tokens
-    full = context.kinds.total(np.where(lacks, 1.0, 0.0))[rows] > 0
-    return rows[np.lexsort((-base if name in RATES else base, full))[:limit]]
+    lacks &= context.kinds.role != ENCODES
+    return context.kinds.total(np.where(lacks, 1.0, 0.0)) > 0

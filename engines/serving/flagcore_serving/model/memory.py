@@ -112,7 +112,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     longest_token = np.where(aside, longest_token - state / np.maximum(longest, 1.0), longest_token)
     slots = np.where(aside, settings.state_share, 1.0) * cache / np.where(aside, state, 1.0)
     sequences = np.where(aside, np.maximum(np.floor(slots / np.where(aside, settings.state_slots, 1.0)), 0.0), np.inf)
-    states = np.where(aside, settings.state_share * np.maximum(cache, 0.0), 0.0)
+    states = settings.state_share * np.where(aside, np.maximum(cache, 0.0), 0.0)  # a cache without limit: inf
     cache = np.where(aside, (1.0 - settings.state_share) * cache, cache)
     block = np.where(settings.block_bytes > 0.0, settings.block_bytes, 1.0)
     whole = np.where(settings.block_bytes > 0.0, np.floor(cache / block) * block, cache) * settings.data

@@ -71,7 +71,7 @@ def tiers_of(
         "store": costs.collectives.seconds("send", prompt * memory.token, two, stride) / prompt,
     }
     tokens = {name: getattr(settings, f"{name}_cache") / instance_bytes for name in TIERS}
-    of_ratio = settings.host_ratio * np.maximum(memory.cache_tokens, 0.0)
+    of_ratio = settings.host_ratio * np.where(settings.host_ratio > 0.0, np.maximum(memory.cache_tokens, 0.0), 0.0)
     tokens["host"] = np.where(tokens["host"] > 0.0, tokens["host"], of_ratio)
     return {name: (tokens[name], seconds[name]) for name in TIERS if tokens[name].any()}
 
