@@ -147,13 +147,15 @@ def _files(
 
 def first_target(snapshot: Snapshot, candidate: Candidate) -> str:
     """Return the first target that accepts a candidate without options, the engine first. Empty if none does."""
-    engine = snapshot.task.spec.work.engine
+    work = snapshot.task.spec.work
     with TemporaryDirectory() as folder, suppress(FlagError):
         require_startable(snapshot.problem, candidate, elsewhere=True)
+        if work.has_steps and work.command is None:  # raises if there is no program, for any target
+            planned_launch(snapshot.problem.platform, candidate, folder, for_real=True)
         files_of = partial(_files, snapshot, candidate, Path(folder), "job", {})
-        if _is_accepted(files_of, engine):
-            return engine
-        return next((each for each in export_targets(engine) if _is_accepted(files_of, each)), "")
+        if _is_accepted(files_of, work.engine):
+            return work.engine
+        return next((each for each in export_targets(work.engine) if _is_accepted(files_of, each)), "")
     return ""
 
 
@@ -192,10 +194,10 @@ def _job(
 ) -> ExportJob:
     """Return the job of a candidate, or of one instance of its server if the exporter starts all instances."""
     engine: object = snapshot.problem.engine
-    platform = snapshot.problem.platform
+    platform, copies = snapshot.problem.platform, int(options.get("replicas", 1))
     platform = platform if exporter is None or exporter is engine else without_local_devices(platform)
     platform = _elsewhere(platform, exporter, engine)
-    servers_of, copies = snapshot.problem.engine, int(options.get("replicas", 1))
+    servers_of = snapshot.problem.engine
     image = servers_of.plans.image(platform.task, platform.support)
     make = partial(ExportJob, name=name, comments=_comments(snapshot, candidate), platform=platform)
     make = partial(make, candidate=candidate, options=options, image=image)
