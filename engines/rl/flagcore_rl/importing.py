@@ -147,7 +147,8 @@ def _engines(read: Reading, notes: Notes) -> dict[str, Any]:
     if settings := {name: value for name in SETTINGS if (value := read.value(name)) not in (None, False)}:
         trainer["settings"] = settings
     if read.is_on("adapter" if "adapter" in read.keys else "rank"):
-        trainer["adapter"] = adapter_section("lora", read.number("rank"), read.value("targets"), read.value("base"))
+        section = adapter_section("lora", read.number("rank"), read.value("targets"), read.value("base"))
+        trainer["adapter"] = section | ({"dropout": True} if read.is_on("dropout") else {})
     return {"trainer": trainer, "rollout": _rollout(read, notes), **_precision(read, "precision")}
 
 

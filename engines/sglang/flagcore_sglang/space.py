@@ -20,6 +20,7 @@ from flagcore_serving.job import EngineArg
 from flagcore_serving.space import adapters, knobs
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
 from flagcore_serving.space.knobs import ASYNC, BACKEND, DRAFTED, EAGER, EXCHANGE, KV, SPECULATION, or_default
+from flagcore_serving.space.placement import ROLE
 from flagcore_serving.space.program import Program
 from flagcore_serving.space.settings import GRAPH_BYTES, GRAPH_TOKENS, Settings
 from flagcore_serving.space.weights import cache_bytes_per_token, context_limit, weight_bytes
@@ -56,7 +57,6 @@ _MEMORY_STEPS = (
     (20, 2048, 8, 8),
     (35, 4096, 48, 160),
     (60, 4096, 32, 160),
-    (90, 8192, 256, 512),
     (160, 8192, 256, 512),
     (math.inf, 16384, 512, 512),
 )
@@ -237,18 +237,22 @@ def graph_mib(task: Task, columns: Columns) -> FloatArray:
 def memory_share(task: Task, columns: Columns) -> FloatArray:
     """Return SGLang's default share of memory for weights and cache, or NaN if the memory is unknown.
 
-    The share leaves SGLang's reserve free. Sources: 0.5.6, 0.5.9, 0.5.12 and 0.5.15 `server_args.py`, 0.5.23
-    `memory_hook.py`.
+    The share leaves SGLang's reserve free: for tokens of a step, not of a prompt, where servers only decode. Sources:
+    0.5.6, 0.5.9, 0.5.12 and 0.5.15 `server_args.py`, 0.5.23 `memory_hook.py`.
     """
-    mib = Hardware.of(task).memory_bytes / 2**20
+    mib, number = Hardware.of(task).memory_bytes / 2**20, _release(task)
+    exchanges = columns[EXCHANGE] == PROGRAM.code(EXCHANGE, "deepep")
     chunk, prefill = chunk_sizes(task, columns), PROGRAM.values(columns, PREFILL)
-    reserved_mib = 512 + 1.5 * np.maximum(np.where(chunk > 0, chunk, prefill), 2048) + graph_mib(task, columns)
-    reserved_mib = reserved_mib + columns[TP] * columns[DP] * columns[PP] / 8 * 1024 + _prompt_graph_mib(task, columns)
+    role = columns.get(ROLE, np.zeros_like(chunk)) * (number >= EXCHANGE_SINCE)
+    running = or_default(columns[RUNNING], memory_defaults(task, columns[TP] * columns[DP])[1])
+    step = running * (_drafted(PROGRAM.parse(task.spec).others, columns) + 1)
+    tokens = np.where(role == 2, step, np.where(chunk > 0, chunk, prefill))
+    graphs = graph_mib(task, columns) * (role != 1) + _prompt_graph_mib(task, columns) * (role != 2)
+    reserved_mib = 512 + 1.5 * np.maximum(tokens, 2048) + graphs + columns[TP] * columns[DP] * columns[PP] / 8 * 1024
     if mib > 60 * 1024:
         reserved_mib = np.maximum(reserved_mib, 10 * 1024)
-    number, exchanges = _release(task), columns[EXCHANGE] == PROGRAM.code(EXCHANGE, "deepep")
     if number >= EXCHANGE_SINCE:
-        reserved_mib = reserved_mib + 2048 * (exchanges & (columns[EAGER] == 0))
+        reserved_mib = reserved_mib + 2048 * (exchanges & (columns[EAGER] == 0) & (role != 1))
     else:
         drafts = (columns[SPECULATION] > 0) & (columns[SPECULATION] != PROGRAM.code(SPECULATION, NGRAM))
         whole = columns[SPECULATION] == PROGRAM.code(SPECULATION, "STANDALONE")

@@ -3,20 +3,23 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from flagcore_models.catalogue import public_model
 from flagcore_models.config import model_of_config
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_models.mixers.indexer import Indexer
+from flagcore_serving.space.placement import instance_kinds
 from flagcore_sglang.engine import ENGINE as ENGINE
 
 from engines.models.tests.examples import mixed
-from engines.serving.tests.engines.tasks import GIB, broken, merged, planned, server, settings
+from engines.serving.tests.engines.tasks import GIB, broken, merged, planned, row, server, settings
 from flagcore.api import estimate_jobs
 from flagcore.domain.model import Model
 from tests.product.serving_inputs import LATENT
 from tests.product.tasks import DENSE, VISION
 
+PAIR = "1xtp1+1xtp1"
 SPARSE = mixed(LATENT, {"indexer": Indexer(heads=32, head_dim=128, top_k=2048)}, LATENT.num_layers)
 
 
@@ -187,6 +190,23 @@ def test_the_share_of_memory_leaves_room_for_graphs_of_prompts_buffers_and_draft
     task = cards(model=model, memory=80 * GIB, engine_version=version, chip={"architecture": "sm_90"})
     reserved = (1 - settings(task, **values).memory_fraction.item()) * 80 * 1024
     assert reserved == pytest.approx(512 + 1.5 * 8192 + 512 + 128 + mib, abs=41)  # the share has three digits
+
+
+@pytest.mark.parametrize(
+    ("version", "mib"), [("0.5.23", [512 + 1.5 * 8192 + 128 + 8 * 58, 10240]), ("0.5.12", [13904, 13904])]
+)
+def test_servers_that_only_prefill_or_decode_leave_less_memory_free(version: str, mib: list[float]) -> None:
+    """A step of 256 tokens counts as 2,048: 4,224 MiB, of which SGLang makes its least reserve of 10 GiB."""
+    task = cards(
+        memory=80 * GIB,
+        engine_version=version,
+        chip={"architecture": "sm_90"},
+        devices=2,
+        space={"prefill_decode": (PAIR,)},
+    )
+    kinds = instance_kinds(task, row(ENGINE, task, prefill_decode=PAIR))
+    reserved = (1 - ENGINE.settings(task, kinds.columns).memory_fraction) * 80 * 1024
+    assert reserved == pytest.approx(np.array(mib), abs=41)
 
 
 @pytest.mark.parametrize(

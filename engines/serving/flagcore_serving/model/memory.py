@@ -149,8 +149,8 @@ def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
     model = without_repeats(serving.model)
     total = other_weights(model) / settings.tensor * serving.bytes_of(ATTENTION)
     for product, number in product_counts(model).items():
-        padded = _padding(serving) if product.group == EXPERTS else 1.0
-        total = total + padded * number * serving.bytes_of(product.group) * weights_on_rank(product, settings)
+        stored = serving.bytes_of(product.group) * (_padding(serving, settings) if product.group == EXPERTS else 1.0)
+        total = total + number * stored * weights_on_rank(product, settings)
     if streams := streams_of(model):
         total = total + 2.0 * connections(model) * streams.norm_weights
     stage_share = np.ceil(model.num_layers / settings.pipeline) / model.num_layers
@@ -166,16 +166,20 @@ def weights_on_rank(product: Product, settings: Settings) -> FloatArray:
 def expert_bytes(serving: Serving, settings: Settings) -> FloatArray:
     """Return the bytes of the routed experts of one layer on a rank."""
     products = serving.experts.routed(serving.model.hidden_size) if serving.experts else ()
-    none = np.zeros(settings.tensor.shape)
-    weights = sum((weights_on_rank(each, settings) for each in products), none)
-    return weights * serving.bytes_of(EXPERTS) * _padding(serving)
+    weights = sum((weights_on_rank(each, settings) for each in products), np.zeros(settings.tensor.shape))
+    return weights * serving.bytes_of(EXPERTS) * _padding(serving, settings)
 
 
-def _padding(serving: Serving) -> float:
-    """Return the size of experts with padded rows by that of their weights."""
-    hidden, multiple = serving.model.hidden_size, serving.overheads.pads_mxfp4
+def _padding(serving: Serving, settings: Settings) -> FloatArray | float:
+    """Return the size of experts with padded rows and slices, and copies of scales, by that of their weights."""
+    pads, experts, hidden = serving.overheads.pads_mxfp4, serving.experts, serving.model.hidden_size
     is_stored = dict(serving.model.unread).get("quantization_config.quant_method") == "mxfp4"
-    return -(-hidden // multiple) * multiple / hidden if is_stored and serving.bytes_of(EXPERTS) < 1.0 else 1.0
+    if not (pads and experts and is_stored and serving.bytes_of(EXPERTS) < 1.0):
+        return 1.0
+    rows, columns, scales = pads.get(serving.architecture, pads["other"])
+    width = experts.width * settings.expert / (settings.tensor * settings.data)
+    each: FloatArray = np.ceil(hidden / rows) * rows * np.ceil(width / columns) * columns / (hidden * width)
+    return each * (16.0 + scales) / 17.0
 
 
 def _on_host(serving: Serving, settings: Settings) -> FloatArray:

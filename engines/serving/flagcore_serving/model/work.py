@@ -123,7 +123,7 @@ class Overheads:
     - `embeds_on_host`: whether devices have the head, but never the embedding.
     - `activations_beside`: whether the engine's share is one of the memory that is free before it loads weights, and
       covers only these and the cache.
-    - `pads_mxfp4`: the multiple to which experts in mxfp4 of transformers have their rows padded.
+    - `pads_mxfp4`: by architecture, the multiples of rows and of a rank's columns of experts, and the copies of scales.
     - `whole_prompts`: whether each slot keeps its last prompt, and other tiers whole prompts. Otherwise any tokens.
     - `own_order`: whether tiers behind the devices do not refresh what the devices have (see `model/tiers.py`).
     - `loads_by_layer`: whether an iteration computes layers while the cache of later ones is loaded from other tiers.
@@ -196,7 +196,7 @@ class Overheads:
     reserved: float = math.inf
     embeds_on_host: bool = False
     activations_beside: bool = False
-    pads_mxfp4: int = 1
+    pads_mxfp4: Mapping[str, Sequence[float]] = field(default_factory=dict)
     whole_prompts: bool = False
     own_order: bool = False
     loads_by_layer: bool = False

@@ -33,6 +33,7 @@ DECODE_LIMITS = ("max_num_seqs", "max_running_requests", "cudagraph_mode", "spec
 TRANSFER = "kv_transfer"
 """The knob for the way in which prefill and decode instances exchange caches."""
 EXCHANGE, PREFILL_EXCHANGE = "all2all_backend", "prefill_all2all_backend"
+ROLE = "instance_role"  # the column of `InstanceKinds.role`
 """The knobs for the exchange between experts: of all instances, and of those that prefill if it differs there."""
 COPIES = ("redundant_experts", "enable_eplb")
 """Knobs that affect only instances with expert parallelism."""
@@ -245,7 +246,7 @@ def instance_kinds(task: Task, columns: Columns) -> InstanceKinds:
 
     kind_columns = {knob: column[owner] for knob, column in columns.items()}
     number = np.where(is_set, of_part(lambda each: each.count), np.maximum(kind_columns[INSTANCES], 1))
-    role = of_part(lambda each: KINDS.index(each.kind))
+    kind_columns[ROLE] = role = of_part(lambda each: KINDS.index(each.kind))
     values = {knob: of_part(attrgetter(name)) for name, knob in SPLITS.items()}
     values[INSTANCES] = np.array([0, *(sum(each.count for each in parts) for parts in words)])[codes[owner]]
     values[PREFILL_DECODE] = np.zeros_like(owner)
