@@ -53,13 +53,7 @@ STATES_AHEAD_SINCE = (0, 5, 14)
 """The first release that does so, too, if it caches prefixes of a model with states (`server_args.py`: auto is
 `extra_buffer`, and not `no_buffer` as in 0.5.13)."""
 _MIN_POOL = 4096
-_MEMORY_STEPS = (
-    (20, 2048, 8, 8),
-    (35, 4096, 48, 160),
-    (60, 4096, 32, 160),
-    (160, 8192, 256, 512),
-    (math.inf, 16384, 512, 512),
-)
+_STEPS = (20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512), (math.inf, 16384, 512, 512)
 """SGLang's defaults by memory of a device: (below this many GiB, chunked_prefill_size, largest decode graph for TP < 4,
 largest decode graph for TP >= 4). Source: `memory_hook.py`."""
 
@@ -204,7 +198,7 @@ def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
     """
     gib = Hardware.of(task).memory_bytes / 2**30
     unknown = (4096, 160, 160)
-    chunk, small, large = next((step[1:] for step in _MEMORY_STEPS if gib < step[0]), unknown)
+    chunk, small, large = next((step[1:] for step in _STEPS if gib < step[0]), unknown)
     graph = largest_graph(task) or np.where(tensor < 4, small, large)
     return np.full_like(tensor, chunk), np.full_like(tensor, graph)
 

@@ -19,7 +19,7 @@ from flagcore.domain.model import Model
 from tests.product.serving_inputs import LATENT
 from tests.product.tasks import DENSE, VISION
 
-PAIR = "1xtp1+1xtp1"
+PAIR = {"prefill_decode": "1xtp1+1xtp1"}
 SPARSE = mixed(LATENT, {"indexer": Indexer(heads=32, head_dim=128, top_k=2048)}, LATENT.num_layers)
 
 
@@ -182,31 +182,18 @@ def test_a_server_that_speculates_runs_48_requests_of_all_attention_groups_by_de
         (DENSE, "0.5.9", {"speculation": "EAGLE3"}, 2048),
         (DENSE, "0.5.12", {"speculation": "STANDALONE"}, 8 * 58 + 6144),
         (DENSE, "0.5.15", {"speculation": "STANDALONE"}, 8 * 58),
+        (DENSE, "0.5.23", PAIR, np.array([8 * 58 - 512, 10240 - 13440])),  # of a step: the least
+        (DENSE, "0.5.12", PAIR, np.full(2, 8 * 58)),
     ],
 )
 def test_the_share_of_memory_leaves_room_for_graphs_of_prompts_buffers_and_drafts(
-    model: Model, version: str, values: dict[str, Any], mib: float
+    model: Model, version: str, values: dict[str, Any], mib: Any
 ) -> None:
-    task = cards(model=model, memory=80 * GIB, engine_version=version, chip={"architecture": "sm_90"})
-    reserved = (1 - settings(task, **values).memory_fraction.item()) * 80 * 1024
+    chip, space = {"architecture": "sm_90"}, {"prefill_decode": (*PAIR.values(),)}
+    task = cards(model=model, memory=80 * GIB, engine_version=version, chip=chip, space=space)
+    columns = instance_kinds(task, row(ENGINE, task, **values)).columns
+    reserved = (1 - ENGINE.settings(task, columns).memory_fraction) * 80 * 1024
     assert reserved == pytest.approx(512 + 1.5 * 8192 + 512 + 128 + mib, abs=41)  # the share has three digits
-
-
-@pytest.mark.parametrize(
-    ("version", "mib"), [("0.5.23", [512 + 1.5 * 8192 + 128 + 8 * 58, 10240]), ("0.5.12", [13904, 13904])]
-)
-def test_servers_that_only_prefill_or_decode_leave_less_memory_free(version: str, mib: list[float]) -> None:
-    """A step of 256 tokens counts as 2,048: 4,224 MiB, of which SGLang makes its least reserve of 10 GiB."""
-    task = cards(
-        memory=80 * GIB,
-        engine_version=version,
-        chip={"architecture": "sm_90"},
-        devices=2,
-        space={"prefill_decode": (PAIR,)},
-    )
-    kinds = instance_kinds(task, row(ENGINE, task, prefill_decode=PAIR))
-    reserved = (1 - ENGINE.settings(task, kinds.columns).memory_fraction) * 80 * 1024
-    assert reserved == pytest.approx(np.array(mib), abs=41)
 
 
 @pytest.mark.parametrize(
@@ -271,9 +258,7 @@ def test_batches_overlap_with_most_exchanges_only() -> None:
     ("pair", "chip", "given", "assumed"),
     [
         (
-            "4xtp1dp4ep4+1xtp1dp48ep48",
-            "GB200",
-            {},
+            *("4xtp1dp4ep4+1xtp1dp48ep48", "GB200", {}),
             'all2all_backend = "deepep", chunked_prefill_size = 65536, enable_eplb = true, prefill_all2all',
         ),
         ("1xtp1dp32ep32+1xtp1dp32ep32", "H200", {}, "redundant_experts = 32, two_batch_overlap = true"),
