@@ -53,13 +53,7 @@ STATES_AHEAD_SINCE = (0, 5, 14)
 """The first release that does so, too, if it caches prefixes of a model with states (`server_args.py`: auto is
 `extra_buffer`, and not `no_buffer` as in 0.5.13)."""
 _MIN_POOL = 4096
-_MEMORY_STEPS = (
-    (20, 2048, 8, 8),
-    (35, 4096, 48, 160),
-    (60, 4096, 32, 160),
-    (160, 8192, 256, 512),
-    (math.inf, 16384, 512, 512),
-)
+_STEPS = (20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512), (math.inf, 16384, 512, 512)
 """SGLang's defaults by memory of a device: (below this many GiB, chunked_prefill_size, largest decode graph for TP < 4,
 largest decode graph for TP >= 4). Source: `memory_hook.py`."""
 
@@ -67,6 +61,8 @@ PROMPT_GRAPHS = (*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *r
 """Tokens of the graphs of prompts, before sizes in steps of 256 to 4,096, and of 512 (`cuda_graph_hook.py`)."""
 PROMPT_GRAPHS_SINCE, EXCHANGE_SINCE = (0, 5, 12), (0, 5, 15)
 """The first releases seen whose share leaves room for graphs of prompts, and for DeepEP's buffers instead of drafts."""
+CAPTURED, CAPTURES_EXCHANGES_SINCE = ("none", "deepep", "megamoe", "flashinfer"), (0, 5, 18)
+"""Exchanges with which prompts have graphs, and the first release seen with more than the first (`server_args.py`)."""
 LIMITS_GRAPHS_SINCE = (0, 5, 22)
 """The first release whose decode graphs are at most max_running_requests, and not 0.5.21 (`memory_hook.py`)."""
 MANY_GRAPHS = 300
@@ -204,7 +200,7 @@ def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
     """
     gib = Hardware.of(task).memory_bytes / 2**30
     unknown = (4096, 160, 160)
-    chunk, small, large = next((step[1:] for step in _MEMORY_STEPS if gib < step[0]), unknown)
+    chunk, small, large = next((step[1:] for step in _STEPS if gib < step[0]), unknown)
     graph = largest_graph(task) or np.where(tensor < 4, small, large)
     return np.full_like(tensor, chunk), np.full_like(tensor, graph)
 
@@ -268,8 +264,8 @@ def memory_share(task: Task, columns: Columns) -> FloatArray:
 def _prompt_graph_mib(task: Task, columns: Columns) -> FloatArray:
     """Return what SGLang's default share leaves free for graphs of prompts, in MiB: on NVIDIA's chips without stages.
 
-    Latent attention has a fixed size, other attention 8 MiB for each graph. Of models with images, only some have such
-    graphs, which is ignored. Source: sglang 0.5.23 `memory_hook.py`, `cuda_graph_hook.py`.
+    Latent attention has a fixed size, other attention 8 MiB for each graph, DeepEP 1 GiB more. Of models with images,
+    only some have such graphs, which is ignored. Source: sglang 0.5.23 `memory_hook.py`, `cuda_graph_hook.py`.
     """
     model, chunk = task.spec.model, chunk_sizes(task, columns)
     is_nvidia = task.cluster.groups[0].chip.architecture.startswith("sm_")
@@ -277,8 +273,10 @@ def _prompt_graph_mib(task: Task, columns: Columns) -> FloatArray:
         return np.zeros(chunk.shape)
     sizes = (*PROMPT_GRAPHS, *range(1280, 4097, 256), *range(4608, int(chunk.max(initial=0)) + 1, 512))
     each = 1536.0 if latent_layers(model) else 8.0 * np.searchsorted(sizes, chunk, side="right")
-    found: FloatArray = each * ((columns[EAGER] == 0) & (columns[PP] <= 1) & (columns[knobs.OVERLAP] == 0))
-    return found
+    exchange, captured = columns[EXCHANGE], CAPTURED if _release(task) >= CAPTURES_EXCHANGES_SINCE else CAPTURED[:1]
+    has_graphs = np.isin(exchange, [0, *(PROGRAM.code(EXCHANGE, word) for word in captured)]) & (columns[EAGER] == 0)
+    each = each + 1024.0 * (exchange == PROGRAM.code(EXCHANGE, "deepep"))
+    return np.asarray(each * (has_graphs & (columns[PP] <= 1) & (columns[knobs.OVERLAP] == 0)))
 
 
 def _is_aiter(task: Task, columns: Columns) -> BoolArray:

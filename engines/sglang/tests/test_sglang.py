@@ -19,7 +19,7 @@ from flagcore.domain.model import Model
 from tests.product.serving_inputs import LATENT
 from tests.product.tasks import DENSE, VISION
 
-PAIR = "1xtp1+1xtp1"
+PAIR = {"prefill_decode": "1xtp1+1xtp1"}
 SPARSE = mixed(LATENT, {"indexer": Indexer(heads=32, head_dim=128, top_k=2048)}, LATENT.num_layers)
 
 
@@ -43,9 +43,8 @@ def test_attention_dp_is_inside_sglangs_tp_size_in_old_and_new_spelling(version:
 
 def test_the_cache_of_a_server_on_cores_is_always_bounded() -> None:
     assert server(cores()).argv[-4:] == ("--device", "cpu", "--max-total-tokens", str(2 * 16 * (128 + 64)))
-    assert settings(cores()).cache_bytes.item() == pytest.approx(
-        2 * 16 * 192 * DENSE.num_layers * 2 * DENSE.num_query_groups * DENSE.kv_channels * 2 / 2
-    )
+    token = DENSE.num_layers * 2 * DENSE.num_query_groups * DENSE.kv_channels * 2 / 2
+    assert settings(cores()).cache_bytes.item() == pytest.approx(2 * 16 * 192 * token)
     assert server(cores(engine_args={"max_total_tokens": 5000})).argv.count("--max-total-tokens") == 1
     assert "--max-total-tokens" not in server(cards()).argv
 
@@ -174,7 +173,9 @@ def test_a_server_that_speculates_runs_48_requests_of_all_attention_groups_by_de
         (DENSE, "0.5.23", {}, 8 * 58),  # 58 sizes up to 8,192 tokens
         (DENSE, "0.5.23", {"chunked_prefill_size": -1}, 1.5 * (16384 - 8192)),
         (DENSE, "0.5.23", {"enforce_eager": True}, -512),  # no graphs of answers either: 256 of 2 MiB
-        (DENSE, "0.5.23", {"all2all_backend": "deepep"}, 8 * 58 + 2048),
+        (DENSE, "0.5.23", {"all2all_backend": "deepep"}, 8 * 58 + 3072),
+        (DENSE, "0.5.15", {"all2all_backend": "deepep"}, 2048),
+        (DENSE, "0.5.23", {"all2all_backend": "mooncake"}, 0),
         (DENSE, "0.5.22", {"max_running_requests": 16}, 8 * 58 - 2 * (256 - 16)),
         (DENSE, "0.5.21", {"max_running_requests": 16}, 8 * 58),
         (LATENT, "0.5.23", {}, 1536),
@@ -182,31 +183,18 @@ def test_a_server_that_speculates_runs_48_requests_of_all_attention_groups_by_de
         (DENSE, "0.5.9", {"speculation": "EAGLE3"}, 2048),
         (DENSE, "0.5.12", {"speculation": "STANDALONE"}, 8 * 58 + 6144),
         (DENSE, "0.5.15", {"speculation": "STANDALONE"}, 8 * 58),
+        (DENSE, "0.5.23", PAIR, np.array([8 * 58 - 512, 10240 - 13440])),  # of a step: the least
+        (DENSE, "0.5.12", PAIR, np.full(2, 8 * 58)),
     ],
 )
 def test_the_share_of_memory_leaves_room_for_graphs_of_prompts_buffers_and_drafts(
-    model: Model, version: str, values: dict[str, Any], mib: float
+    model: Model, version: str, values: dict[str, Any], mib: Any
 ) -> None:
-    task = cards(model=model, memory=80 * GIB, engine_version=version, chip={"architecture": "sm_90"})
-    reserved = (1 - settings(task, **values).memory_fraction.item()) * 80 * 1024
+    chip, space = {"architecture": "sm_90"}, {"prefill_decode": (*PAIR.values(),)}
+    task = cards(model=model, memory=80 * GIB, engine_version=version, chip=chip, space=space)
+    columns = instance_kinds(task, row(ENGINE, task, **values)).columns
+    reserved = (1 - ENGINE.settings(task, columns).memory_fraction) * 80 * 1024
     assert reserved == pytest.approx(512 + 1.5 * 8192 + 512 + 128 + mib, abs=41)  # the share has three digits
-
-
-@pytest.mark.parametrize(
-    ("version", "mib"), [("0.5.23", [512 + 1.5 * 8192 + 128 + 8 * 58, 10240]), ("0.5.12", [13904, 13904])]
-)
-def test_servers_that_only_prefill_or_decode_leave_less_memory_free(version: str, mib: list[float]) -> None:
-    """A step of 256 tokens counts as 2,048: 4,224 MiB, of which SGLang makes its least reserve of 10 GiB."""
-    task = cards(
-        memory=80 * GIB,
-        engine_version=version,
-        chip={"architecture": "sm_90"},
-        devices=2,
-        space={"prefill_decode": (PAIR,)},
-    )
-    kinds = instance_kinds(task, row(ENGINE, task, prefill_decode=PAIR))
-    reserved = (1 - ENGINE.settings(task, kinds.columns).memory_fraction) * 80 * 1024
-    assert reserved == pytest.approx(np.array(mib), abs=41)
 
 
 @pytest.mark.parametrize(
@@ -238,10 +226,8 @@ def test_sparse_latent_attention_has_pages_of_64_tokens(page: int | None) -> Non
 
 def test_a_vision_tower_lowers_the_share_of_memory_unless_it_is_left_out() -> None:
     model = replace(DENSE, vision=replace(VISION, num_layers=32, hidden_size=1280))
-    share, text = (
-        settings(cards(model=model, engine_args=args)).memory_fraction.item()
-        for args in ({}, {"language-model-only": True})
-    )
+    tasks = [cards(model=model, engine_args=args) for args in ({}, {"language-model-only": True})]
+    share, text = (settings(each).memory_fraction.item() for each in tasks)
     assert share == pytest.approx(text * 0.95 * (1.1 - 0.1 * 32 * 1280**2 / (24 * 1024**2)))
 
 
@@ -256,7 +242,7 @@ def test_the_attention_backend_of_amd_lowers_the_share_and_has_a_workspace() -> 
 
 
 def test_the_largest_decode_graph_is_that_of_the_flags() -> None:
-    found = settings(planned("sglang", engine_args={"cuda-graph-bs-decode": [1, 8, 96]}))
+    found = settings(cards(engine_args={"cuda-graph-bs-decode": [1, 8, 96]}))
     assert found.graph_tokens.item() == 96
     more = settings(planned("sglang", engine_args={"cuda-graph-max-bs-decode": 512}))
     assert found.memory_fraction.item() >= more.memory_fraction.item()  # SGLang reserves memory for graphs
@@ -271,9 +257,7 @@ def test_batches_overlap_with_most_exchanges_only() -> None:
     ("pair", "chip", "given", "assumed"),
     [
         (
-            "4xtp1dp4ep4+1xtp1dp48ep48",
-            "GB200",
-            {},
+            *("4xtp1dp4ep4+1xtp1dp48ep48", "GB200", {}),
             'all2all_backend = "deepep", chunked_prefill_size = 65536, enable_eplb = true, prefill_all2all',
         ),
         ("1xtp1dp32ep32+1xtp1dp32ep32", "H200", {}, "redundant_experts = 32, two_batch_overlap = true"),

@@ -322,13 +322,7 @@ class SimulatedLoad:
         return min(self.load.concurrency or self.input_len.size, self.input_len.size)
 
     def figures(
-        self,
-        price: Price,
-        lanes: int,
-        slo: Mapping[str, float],
-        prefill: Prefill | None = None,
-        *,
-        stops: bool = False,
+        self, price: Price, lanes: int, slo: Mapping[str, float], prefill: Prefill | None = None, *, stops: bool = False
     ) -> dict[str, float]:
         """Return the metrics of the load on `lanes` equal lanes. Rates are totals over all lanes.
 

@@ -46,10 +46,7 @@ def drafts(serving: Serving, settings: Settings) -> Iterator[Draft]:
     wide = serving._replace(precision=serving.wide_precision, weight_bytes=None)
     head, own_layer = (
         replace(model, num_layers=1, moe_first_dense_layers=0, layers=(layer,))
-        for layer in (
-            Layer(mixer=attention_of(model), network=dense_of(model)),
-            depth_of(model).layer,
-        )
+        for layer in (Layer(mixer=attention_of(model), network=dense_of(model)), depth_of(model).layer)
     )
     of_scheme = {
         "mtp": (serving._replace(model=own_layer), 0.0),

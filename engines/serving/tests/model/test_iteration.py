@@ -46,6 +46,7 @@ LARGE = NODES[-1]
 INDEXED = {"indexer": Indexer(heads=32, head_dim=128, top_k=2048)}
 SCORES = Indexer(heads=0, head_dim=0, top_k=2048)
 WINDOWS = {"model": mixed(DENSE, {"window": 1024}, 36), "tokens": 4096.0, "prompt": 2048.0}
+KIMI = "moonshotai/Kimi-Linear-48B-A3B-Instruct"
 STATES = GatedDeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4)
 LINEAR = {"model": mixed(DENSE, STATES, 27), "tokens": 1e4}
 SLOW_RULE = {"overheads": replace(OVER, delta_rule=3.0)}
@@ -269,15 +270,7 @@ def test_the_weights_of_an_8b_model_have_the_size_of_its_files() -> None:
     assert weight_bytes(serving(), settings())[0] == pytest.approx(16.38e9, rel=0.002)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "deepseek-ai/DeepSeek-V3.2",
-        "moonshotai/Kimi-Linear-48B-A3B-Instruct",
-        "openai/gpt-oss-20b",
-        "google/gemma-4-E2B",
-    ],
-)
+@pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V3.2", KIMI, "openai/gpt-oss-20b", "google/gemma-4-E2B"])
 def test_a_device_alone_has_all_weights_of_a_model(name: str) -> None:
     model = public_model(name)
     assert model is not None
@@ -403,11 +396,9 @@ def test_the_cache_may_be_a_share_of_what_is_free_before_weights_are_loaded_or_o
 @pytest.mark.parametrize(("pads", "gib"), [([1, 64, 2], 64.38), ([256, 128, 1], 65.97), ([1, 64, 1], 60.95)])
 def test_experts_in_mxfp4_may_have_padded_rows_and_two_copies_of_scales(pads: list[int], gib: float) -> None:
     """vLLM prints 64.38 GiB for gpt-oss-120b with Triton on H100, 65.97 with Marlin (its issues 33155 and 23278).
-
-    With one copy, 60.95: 114.7e9 weights of 17/32 bytes, of which scales are padded by 4%, 2.1e9 others, fp32 biases.
-    """
-    stored = serving(public_model("openai/gpt-oss-120b"), pads_mxfp4={"other": pads})._replace(weight_bytes=17 / 32)
-    stored = stored._replace(wide=frozenset({"attention"}))
+    With one copy, 60.95: 114.7e9 weights of 17/32 bytes, scales padded by 4%, 2.1e9 others, fp32 biases."""
+    stored = serving(public_model("openai/gpt-oss-120b"), pads_mxfp4={"other": pads})
+    stored = stored._replace(weight_bytes=17 / 32, wide=frozenset({"attention"}))
     assert weight_bytes(stored, settings())[0] / GIB == pytest.approx(gib, rel=0.01)
     one, eight = (expert_bytes(stored, settings(tensor=[each]))[0] for each in (1, 8))
     assert eight * 8 / one == pytest.approx(384 * 8 / (-(-2880 // pads[1]) * pads[1]))  # 360 columns, to 384
