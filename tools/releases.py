@@ -24,13 +24,18 @@ PACKAGES = {
     "flagscale": "flag-scale",
     "lmdeploy": "lmdeploy",
     "megatron-core": "megatron-core",
+    "openrlhf": "openrlhf",
     "peft": "peft",
     "sglang": "sglang",
+    "torch": "torch",
+    "torchao": "torchao",
     "torchtitan": "torchtitan",
+    "transformer-engine": "transformer-engine",
     "transformers": "transformers",
     "trl": "trl",
     "verl": "verl",
     "vllm": "vllm",
+    "xllamacpp": "xllamacpp",
 }
 """The distributions on PyPI, by the name that rules use in any case."""
 NAMED = re.compile(rf"\b({'|'.join(PACKAGES)}) @?v?(\d+(?:\.\d+)+)(?![\w.]*\d)", re.IGNORECASE)

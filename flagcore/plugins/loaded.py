@@ -39,7 +39,7 @@ UNMEASURED_RUN_SLOWDOWN = 1.15
 gives a median ratio of measured to predicted times without fitted curves (0.94 to 1.7). This is the median over the
 sources."""
 FEW_NAMES = 3
-"""After so many names of chips, all chips are read. A choice."""
+"""After more names of chips than these, all chips are read. A choice."""
 GROUP = "flagcore.plugins"
 DISABLE_VARIABLE = "FLAGCORE_DISABLE_PLUGINS"
 

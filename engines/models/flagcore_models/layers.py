@@ -201,7 +201,7 @@ def own_embeddings(model: Model) -> LayerEmbeddings | None:
 
 
 def layer_embeddings(model: Model) -> tuple[Product, ...]:
-    """Return the products of these embeddings, of all layers together. The first one is a table."""
+    """Return the products of the layers' own embeddings, if there are any. The first one is a table."""
     own = own_embeddings(model)
     return own.products(model.hidden_size) if own else ()
 

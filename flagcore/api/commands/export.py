@@ -197,12 +197,11 @@ def _job(
     platform, copies = snapshot.problem.platform, int(options.get("replicas", 1))
     platform = platform if exporter is None or exporter is engine else without_local_devices(platform)
     platform = _elsewhere(platform, exporter, engine)
-    servers_of = snapshot.problem.engine
-    image = servers_of.plans.image(platform.task, platform.support)
+    image = snapshot.problem.engine.plans.image(platform.task, platform.support)
     make = partial(ExportJob, name=name, comments=_comments(snapshot, candidate), platform=platform)
     make = partial(make, candidate=candidate, options=options, image=image)
     per_server = exporter is not None and exporter.per_server
-    servers = servers_of.servers(platform, candidate, name) if per_server else (candidate, 1)
+    servers = snapshot.problem.engine.servers(platform, candidate, name) if per_server else (candidate, 1)
     if (restarts := options.get("restarts")) and not snapshot.task.spec.work.has_steps:
         raise UsageError(_("--restarts is for training: what starts servers decides about them"))
     if copies > 1 and (isinstance(servers, ServerGroups) or snapshot.task.spec.work.has_steps):
@@ -213,7 +212,7 @@ def _job(
     single_server, replicas = servers
     launch = Launch(argv=(), folder="") if exporter is engine else _launch(platform, single_server, folder)
     per_node = max(group.devices_per_node for group in snapshot.task.cluster.groups)
-    used = servers_of.device_counts(snapshot.task, columns_of(snapshot, single_server))
+    used = snapshot.problem.engine.device_counts(snapshot.task, columns_of(snapshot, single_server))
     job = make(launch=launch, devices=min(per_node, int(used[0])), replicas=replicas * copies)
     in_place = {"PET_MAX_RESTARTS": restarts, **ALONE} if restarts and job.nodes == 1 else {}
     return replace(job, launch=replace(launch, environment={**launch.environment, **in_place}))

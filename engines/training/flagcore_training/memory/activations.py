@@ -346,7 +346,7 @@ class _Logits(NamedTuple):
 def _logits(train: Training, layout: Layout, sizes: Sizes) -> _Logits:
     vocab = padded_vocab(train.model, layout.tensor) / layout.tensor
     logits = sizes.unit * vocab * sizes.tokens
-    gradient_work = sizes.whole + sizes.scattered + sizes.weight * vocab * train.model.hidden_size
+    gradient_work = sizes.whole + sizes.scattered + sizes.weight * table_sizes(train, layout.tensor)[1]
     if train.options.in_place_loss and train.transformer_engine:
         return _Logits(logits, logits, np.zeros_like(logits), gradient_work)
     fp32_logits = 4.0 * vocab * sizes.tokens

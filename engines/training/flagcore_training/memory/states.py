@@ -17,7 +17,7 @@ from flagcore.domain.space import FloatArray
 from flagcore_training.adapters import base_bytes
 from flagcore_training.kinds import layer_kinds
 from flagcore_training.layout import ArrayRecord, Layout, Training
-from flagcore_training.weights import ADAPTER_PARTS, EXPERT_PARTS, Parts, layer_parameters, padded_vocab
+from flagcore_training.weights import ADAPTER_PARTS, EXPERT_PARTS, Parts, layer_parameters, table_sizes
 
 LINEAR_PARTS = ("qkv_proj", "out_proj", "mixers", "ffn", "experts", "shared_experts", "mtp")
 """Components whose matrix products run in 8 or 4 bits if the precision is fp8, mxfp8, nvfp4 or mxfp4."""
@@ -180,7 +180,7 @@ def gathered_bytes(train: Training, layout: Layout, dense: State, experts: State
     if not train.options.fsdp:
         return np.zeros(())
     layers = [sum(layer_parameters(train, layout, each).values()) for each in layer_kinds(train.model).layers]
-    table = padded_vocab(train.model, layout.tensor) / layout.tensor * train.model.hidden_size
+    table = table_sizes(train, layout.tensor)[0]
     largest_layer: FloatArray = np.maximum(np.max(np.stack(layers), axis=0), table)
     base = base_bytes(train.options.adapter, train.value_bytes, train.options.peft)
     weights, gradients = (float(train.options.shares(each)) for each in ("weights", "gradients"))

@@ -194,7 +194,7 @@ class TensorCollectives(NamedTuple):
     """The times of the collectives around one block of tensor-parallel layers (attention or an FFN), in seconds.
 
     With sequence parallelism a block gathers its input tokens and reduce-scatters its output; without it, the block
-    all-reduces its output (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2). `adapter` is that of adapters.
+    all-reduces its output (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2). `adapter`: see `beside`.
     """
 
     gather: FloatArray

@@ -253,10 +253,10 @@ def _tower_work(train: Training, layout: Layout | StageLayout, tower: Block) -> 
 class WorkTable:
     """The work of each part of a model, which searches for splits of layers add up.
 
-    `parts` is `stage_work` of five stages with one part alone, of shape (5, combinations): a mean layer after the
-    leading dense ones, a leading one, the first end, the last one, and all depths. `once_s` are the seconds that each
-    stage takes once. For each candidate, `place` is its combination, `layer` its first part, `tower` the work of a
-    vision tower, and `recomputed` the layers of a stage that are recomputed in full. Offload is not included.
+    `parts` is `stage_work` of five stages with one part alone: a mean layer after the leading dense ones, a leading
+    one, the first end, the last one, and all depths. Its columns are combinations, then those with selective recompute,
+    if any. `once_s` are the seconds that each stage takes once. For each candidate, `place` is its column, `layer` its
+    first part, `tower` a vision tower's work, `recomputed` the layers recomputed in full. Offload is not included.
     """
 
     parts: Work[Total]

@@ -5,9 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, TypeVar
 
 from flagcore.contracts import CollectiveCosts
@@ -44,24 +43,23 @@ class ExtendedPlugins(LoadedPlugins, Named):
     def __init__(self, found: Iterable[Plugin | PluginFailure], warn: Callable[[str], object]) -> None:
         super().__init__(found)
         self._calibrations, self._warn = Calibrations.of_user(), warn
+        self._saved = cache(self._calibrations.all)
         self._found: dict[str, Calibration | None] = {}
         self._calibrated_on_few: set[str] = set()
         self._support: dict[str, EngineSupport] = {}
 
     def _catalogue(self, name: str) -> dict[str, tuple[Chip, str]]:
-        """The chips of the plugins, and the calibrated chips that no plugin lists."""
+        """The chips of the plugins, and the calibrated chips with `name` that no plugin lists."""
         catalogue = super()._catalogue(name)
-        saved: tuple[tuple[Path, Calibration], ...] = ()
         with suppress(RunError):  # the error is reported when the calibration's times are read
-            saved = self._calibrations.all()
-        for _file, calibration in reversed(saved):
-            key, facts = normalize_name(calibration.chip), calibration.facts
-            if facts is not None and key not in catalogue:
-                with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):
-                    chip = chip_of(calibration)
-                    catalogue[key] = (chip, CALIBRATED)
-                    kind, backend = str(facts.get("device_type")), str(facts.get("distributed_backend"))
-                    self._support[chip.name] = support_of(kind, backend, chip.name)
+            for _file, calibration in reversed(self._saved()):
+                key, facts = normalize_name(calibration.chip), calibration.facts
+                if facts is not None and name in key and key not in catalogue:
+                    with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):
+                        chip = chip_of(calibration)
+                        catalogue[key] = (chip, CALIBRATED)
+                        kind, backend = str(facts.get("device_type")), str(facts.get("distributed_backend"))
+                        self._support[chip.name] = support_of(kind, backend, chip.name)
         return catalogue
 
     @cached_property
