@@ -86,8 +86,7 @@ class Work:
 
     @property
     def only_best(self) -> bool:
-        """Whether a plan is compared with others by its best candidate: figures of others may be bounds, and advice on
-        the devices is left out."""
+        """Whether a plan needs only its best candidate, without advice on devices. Figures of others may be bounds."""
         return False
 
     @property

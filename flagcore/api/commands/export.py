@@ -132,8 +132,8 @@ def _files(
     if target not in exporters:
         extras = (plugins.missing_extra(group, target) for group in (plugins.LAUNCHERS, plugins.IMPORTERS))
         fix = next(filter(None, extras), "") or did_you_mean(target, exporters)
-        text = N_("--to {target} is not a target of this job") if target else N_("--to is missing")
-        raise UsageError("; ".join(filter(None, [_(text, target=target), fix if target else ""])))
+        text = _("--to {target} is not a target of this job", target=target)
+        raise UsageError("; ".join(filter(None, [text, fix])) if target else _("--to is missing"))
     exporter = exporters[target]
     job = _job(snapshot, candidate, exporter, folder, name, options)
     most = getattr(exporter, "most_vendors", 0)
