@@ -215,7 +215,7 @@ class _Export(click.Command):
 @click.option(
     "--to",
     "target",
-    default="?",
+    default="",
     metavar="TARGET",
     shell_complete=options.completing(lambda: api.export_targets()),
     help="What starts the candidate: one of the targets below.",

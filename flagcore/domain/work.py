@@ -58,9 +58,6 @@ class Work:
     directory: str | None = None
     engine_version: str | None = None
     """The release of the engine. None means the installed one, or an unknown one in a command."""
-    only_best: bool = False
-    """Whether a plan asks only for the best candidate, to compare it with other plans: figures of others may be bounds,
-    and advice on the devices is left out."""
 
     @property
     def settings(self) -> Mapping[str, KnobValue | float]:
@@ -86,6 +83,11 @@ class Work:
     def cards(self) -> int | None:
         """The maximum number of devices of a candidate. None means all devices."""
         return None
+
+    @property
+    def only_best(self) -> bool:
+        """Whether a plan needs only its best candidate, without advice on devices. Figures of others may be bounds."""
+        return False
 
     @property
     def program(self) -> Any:
@@ -156,7 +158,7 @@ class Work:
         return self
 
     def with_default_space(self) -> Work:
-        """Return the job with the search space that the engine has for a spec without one."""
+        """Return the job with the engine's space for a spec without one, for a plan that asks only for the best."""
         return self
 
     def with_warmup(self, requests: int) -> Work:

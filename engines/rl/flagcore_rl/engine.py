@@ -42,6 +42,11 @@ from flagcore_rl.roles import DEVICES, ROLLOUT, STALENESS, THREADS, engine_of, k
 from flagcore_rl.rules import EP, PP, RDP, RTP, TP, rules
 
 ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+ITSELF = N_(
+    "it is planned as a server of vLLM, with vLLM's share of the memory; it generates with the trainer's weights, more "
+    "slowly, and stores only the cache of its batch"
+)
+"""What differs where the trainer generates answers itself."""
 LONGEST_LINE = 1 << 16
 """Characters of a line that are read: verl and slime print all figures of a step in one line."""
 NUMBER = r"'?[:=]? *'?([\d.]+(?:e[+-]?\d+)?)"
@@ -236,7 +241,7 @@ class RlEngine(Engine):
         return lines
 
     def unmodelled(self, task: Task) -> Sequence[Unmodelled]:
-        """Return the settings of both roles that their engines do not predict."""
+        """Return the settings of both roles that their engines do not predict, and a rollout without an engine."""
         work, devices = job_of(task), task.cluster.devices
         trainer = engine_of(work.trainer.engine, "rl.trainer.engine")
         settings = {knob.name for knob in trainer.knobs}
@@ -254,7 +259,12 @@ class RlEngine(Engine):
             with keys_of(prefix):
                 found = engine.unmodelled(role)
             unknown += [replace(each, name=re.sub(r"\b(train|serve)\.", prefix, each.name)) for each in found]
-        return unknown
+        itself = work.command is not None and self.reading(work).generates_itself
+        return (
+            [*unknown, Unmodelled(name="rl.rollout by transformers", why=ITSELF, time=UNKNOWN_TIME)]
+            if itself
+            else unknown
+        )
 
     # Predictions
 

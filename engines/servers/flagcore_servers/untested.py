@@ -1,17 +1,32 @@
-"""What the engines of this distribution share: their mark, and the rules of engines that do not divide prompts."""
+"""What the engines of this distribution share: their chips, and the rules of engines that do not divide prompts."""
 
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from flagcore_importers.programs import grouped
+from flagcore_serving.engine import ServingEngine
 from flagcore_serving.space import rules
 from flagcore_serving.space.hardware import DP, EP, TP, longest_request
 
+from flagcore.contracts import Platform
 from flagcore.domain.space import Columns, IntArray, Rule
 from flagcore.domain.spec import Task
-from flagcore.i18n import N_
+from flagcore.errors import NoDevice
+from flagcore.i18n import N_, _
 
-UNTESTED = "support was written from the documentation, and no trial has run; predicted times include only kernels"
+
+class OneVendor(ServingEngine):
+    """An engine for the chips of one `vendor`, that of their plugin, written from its documentation."""
+
+    vendor: str
+    untested = "support was written from the documentation, and no trial has run; predicted times include only kernels"
+
+    def complete(self, platform: Platform, *, runs_here: bool, plan: bool) -> Platform:
+        """See `Engine`. Raises NoDevice for other chips."""
+        for chip in (group.chip for group in platform.task.cluster.groups if group.chip.vendor != self.vendor):
+            why = _("it runs only on chips of the vendor {vendor}", vendor=self.vendor)
+            raise NoDevice(_("{engine} does not run on {chip}: {why}", engine=self.name, chip=chip.name, why=why))
+        return super().complete(platform, runs_here=runs_here, plan=plan)
 
 
 def longest_prompt(task: Task) -> int:

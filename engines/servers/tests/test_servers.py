@@ -11,7 +11,9 @@ import yaml
 from flagcore_serving.space.weights import weight_bytes
 
 from engines.serving.tests.engines.tasks import broken, engine_of, planned, server, settings
+from flagcore import api
 from flagcore.domain.launch import PORT, Start
+from flagcore.errors import NoDevice
 from tests.product.tasks import EXPERTS
 
 TP, DP, EP = (f"{kind}_parallel_size" for kind in ("tensor_model", "data", "expert_model"))
@@ -144,3 +146,9 @@ def test_rules(name: str, rule: str, values: dict[str, Any]) -> None:
     assert rule in broken(engine_of(name), planned(name, model=EXPERTS), **values)
     if name == "trtllm" and rule == "whole_prompts":
         assert broken(engine_of(name), planned(name), **values, enable_chunked_prefill=True) == []
+
+
+@pytest.mark.parametrize(("engine", "chip"), [("mindie", "H200"), ("trtllm", "910B3"), ("trtllm", "MI300X")])
+def test_chips_of_other_vendors_are_refused(engine: str, chip: str) -> None:
+    with pytest.raises(NoDevice, match=f"{engine} .* {chip}: .* vendor (nvidia|ascend)"):
+        api.estimate({"model": "Qwen/Qwen3-8B", "cluster": {"chip": chip}, "serve": {"engine": engine}})

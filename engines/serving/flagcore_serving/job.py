@@ -206,6 +206,7 @@ class ServeSpec(Work):
     cards: int | None = None
     repeats: int = 1
     highest: str | None = None
+    only_best: bool = False
     prefix_aware: bool = False
     default_space: bool = False
     elsewhere: Literal["", "host", "image"] = ""
@@ -240,7 +241,7 @@ class ServeSpec(Work):
         return replace(self, engine_args={name: each for name, each in self.engine_args.items() if name not in names})
 
     def with_default_space(self) -> ServeSpec:
-        return replace(self, default_space=True)
+        return replace(self, default_space=True, only_best=True)
 
     def with_warmup(self, requests: int) -> ServeSpec:
         loads = tuple(replace(load, warmup=max(load.warmup, requests)) for load in self.loads)

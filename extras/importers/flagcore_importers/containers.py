@@ -173,14 +173,15 @@ def services_of(text: str, document: Any, images: Images, folder: Path) -> Itera
     unset = tuple(name for name in names if name and name not in variables)
     services = document.get("services") if isinstance(document, Mapping) else None
     for service in services.values() if isinstance(services, Mapping) else ():
-        deploy = service.get("deploy") or {}
+        deploy, unknown = service.get("deploy") or {}, left_out(KEYS.compose_file, document)
+        unknown |= left_out(KEYS.compose, service)
         devices, unread = _devices(service, deploy)
         read, unread_file = _env_files(service.get("env_file") or (), folder)
         start = Start(
             unset=unset,
             envs={**read, **literal_variables(service.get("environment"))},
             devices=devices,
-            left_out={**left_out(KEYS.compose, service), **unread, **unread_file},
+            left_out={**unknown, **unread, **unread_file},
             instances=count_of(deploy.get("replicas"), count_of(service.get("scale"))),
         )
         start = container(start, service.get("image") or "", service.get("entrypoint"), service.get("command"), images)

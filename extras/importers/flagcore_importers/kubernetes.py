@@ -38,6 +38,22 @@ def pods_of(node: Any, images: Images, pod: Start = Start()) -> Iterator[Start]:
         yield from _pods_in(node, images, replace(pod, role=half) if half else pod)
 
 
+def all_pods(document: Any, images: Images) -> Iterator[Start]:
+    """Yield the containers of a document, each with what is left out around the pods if it is a manifest."""
+    around = _around_pods(document) if isinstance(document, Mapping) and "kind" in document else {}
+    for start in pods_of(document, images):
+        yield replace(start, left_out={**around, **start.left_out})
+
+
+def _around_pods(node: Any) -> dict[str, str]:
+    if isinstance(node, list):
+        return {key: text for each in node for key, text in _around_pods(each).items()}
+    found, known = dict[str, str](), values.KEYS.manifest
+    for key, each in node.items() if isinstance(node, Mapping) and "containers" not in node else ():
+        found |= _around_pods(each) if "'containers': " in str(each) else values.left_out(known, {key: each})
+    return found
+
+
 def _pods_in(node: Mapping[str, Any], images: Images, pod: Start) -> Iterator[Start]:
     if "containers" in node:
         yield from _containers(node, images, pod)

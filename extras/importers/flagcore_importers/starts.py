@@ -18,7 +18,7 @@ from flagcore.i18n import _
 from flagcore_importers.batch import SLURM, UNIT, batch_job, programs_of, slurm_options, step_job
 from flagcore_importers.containers import CONTAINERS, Images, container, container_run, image_start, services_of
 from flagcore_importers.declared import read_table, servers_of
-from flagcore_importers.kubernetes import HALVES, SCALERS, containers_in, of_kind, pods_of, with_maps, with_runtimes
+from flagcore_importers.kubernetes import HALVES, SCALERS, all_pods, containers_in, of_kind, with_maps, with_runtimes
 from flagcore_importers.shell import SHELLS, is_script, names_script, trace_script
 from flagcore_importers.values import literal_variables, load_documents, text_of
 
@@ -112,8 +112,8 @@ class Reader:
                 replace(start, left_out={**start.left_out, **scalers})
                 for each in documents
                 for start in [*servers_of(each, self.images)]
-                or (*services_of(text, each, self.images, folder), *pods_of(each, self.images))
-            ] or [start for each in containers_in(documents) for start in pods_of(each, self.images)]
+                or (*services_of(text, each, self.images, folder), *all_pods(each, self.images))
+            ] or [start for each in containers_in(documents) for start in all_pods(each, self.images)]
             is_pair = any(each.role == HALVES[0] for each in found)  # a server that decodes alone prefills, too
             return found if is_pair else [replace(each, role="") for each in found]
         except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date

@@ -28,6 +28,8 @@ class Keys:
     docker_run: re.Pattern[str]
     switches: re.Pattern[str]
     compose: re.Pattern[str]
+    compose_file: re.Pattern[str]
+    manifest: re.Pattern[str]
     container: re.Pattern[str]
     pod: re.Pattern[str]
     values: re.Pattern[str]

@@ -386,7 +386,7 @@ def _changes_to_fit(problem: Problem, most: int) -> Iterator[tuple[str, Spec]]:
     `most` is the number of devices of a whole node. Servers keep the settings of the baseline, but not its layout.
     """
     spec, work, baseline = problem.task.spec, problem.task.spec.work, problem.task.spec.baseline or {}
-    widest = replace(spec, space={}, baseline=None, work=replace(work, only_best=True))
+    widest = replace(spec, space={}, baseline=None)
     if work.takes_any_flag:
         knobs = _knobs_by_name(problem)
         if shares := [name for name, knob in knobs.items() if knob.kind == "share"]:
@@ -394,7 +394,7 @@ def _changes_to_fit(problem: Problem, most: int) -> Iterator[tuple[str, Spec]]:
             changed = replace(spec, baseline=others or None, work=work.without_args(shares))
             yield _("{keys} removed", keys=", ".join(shares)), changed
         kept = {name: value for name, value in baseline.items() if name in knobs and not knobs[name].layout}
-        widest = replace(widest, baseline=kept or None, work=widest.work.with_default_space())
+        widest = replace(widest, baseline=kept or None, work=work.with_default_space())
     if spec.space:
         yield _("all knobs in the space"), widest
     if not spec.cluster.groups:

@@ -75,10 +75,12 @@ def export(
             files, missing = files_of(target)
         except UsageError as error:
             named = partial(_files, snapshot, chosen, draft, job_id, {"image": "IMAGE", **(options or {})})
-            ways, targets = (files_of, named), export_targets(work.engine)
-            accepted = [each for each in targets if any(_is_accepted(way, each) for way in ways)]
-            known = _("targets that accept this: {known}", known=", ".join(accepted) or _("none"))
-            raise UsageError(f"{error}; {known}") from None
+            targets = export_targets(work.engine)
+            refused = {each: why for each in targets if (why := _refusal(files_of, each)) and _refusal(named, each)}
+            accepted = ", ".join(each for each in targets if each not in refused)
+            known = _("targets that accept this: {known}", known=accepted or _("none"))
+            reasons = [] if accepted else [why for why in [*refused.values()][:1] if why != str(error)]
+            raise UsageError("; ".join([str(error), known, *reasons])) from None
         for name, text in files.items():
             (file := draft / name).parent.mkdir(exist_ok=True)
             file.write_text(text, "utf-8", errors="surrogateescape")
@@ -130,7 +132,8 @@ def _files(
     if target not in exporters:
         extras = (plugins.missing_extra(group, target) for group in (plugins.LAUNCHERS, plugins.IMPORTERS))
         fix = next(filter(None, extras), "") or did_you_mean(target, exporters)
-        raise UsageError("; ".join(filter(None, [_("--to {target} is not a target of this job", target=target), fix])))
+        text = _("--to {target} is not a target of this job", target=target)
+        raise UsageError("; ".join(filter(None, [text, fix])) if target else _("--to is missing"))
     exporter = exporters[target]
     job = _job(snapshot, candidate, exporter, folder, name, options)
     most = getattr(exporter, "most_vendors", 0)
@@ -153,16 +156,19 @@ def first_target(snapshot: Snapshot, candidate: Candidate) -> str:
         if work.has_steps and work.command is None:  # raises if there is no program, for any target
             planned_launch(snapshot.problem.platform, candidate, folder, for_real=True)
         files_of = partial(_files, snapshot, candidate, Path(folder), "job", {})
-        if _is_accepted(files_of, work.engine):
+        if not _refusal(files_of, work.engine):
             return work.engine
-        return next((each for each in export_targets(work.engine) if _is_accepted(files_of, each)), "")
+        return next((each for each in export_targets(work.engine) if not _refusal(files_of, each)), "")
     return ""
 
 
-def _is_accepted(files_of: Callable[[str], object], target: str) -> bool:
-    with suppress(FlagError, OSError):
-        return bool(files_of(target))
-    return False
+def _refusal(files_of: Callable[[str], object], target: str) -> str:
+    """Return why a target does not accept a candidate, or an empty text if it does."""
+    try:
+        files_of(target)
+    except (FlagError, OSError) as error:
+        return str(error)
+    return ""
 
 
 def export_targets(engine: str | None = None) -> tuple[str, ...]:

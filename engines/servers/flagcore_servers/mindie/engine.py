@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import Instance, address
 from flagcore_serving.space import knobs, rules
@@ -27,7 +26,7 @@ from flagcore.domain.launch import PORT
 from flagcore.domain.space import Columns, KnobValue, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from flagcore_servers.untested import UNTESTED, expert_parallel, longest_prompt, pairs, prefill_tokens, whole_prompts
+from flagcore_servers.untested import OneVendor, expert_parallel, longest_prompt, pairs, prefill_tokens, whole_prompts
 
 BATCH, TOKENS, BLOCK, MEMORY = "max_batch_size", "max_prefill_tokens", "cache_block_size", "npu_mem_size"
 DEPLOY, SCHEDULE = "BackendConfig.ModelDeployConfig", "BackendConfig.ScheduleConfig"
@@ -80,14 +79,14 @@ def _typed(text: str) -> Any:
         return text
 
 
-class MindIE(ServingEngine):
+class MindIE(OneVendor):
     """MindIE."""
 
     name = "mindie"
     where = "flagcore_servers.mindie:REPORTS"
     program = PROGRAM
     modules: Mapping[str, str] = {"mindie_llm": "mindie_llm>=2.2"}
-    untested = UNTESTED
+    vendor = "ascend"
 
     def settings(self, task: Task, columns: Columns) -> Settings:
         """Return MindIE's effective settings. The cache has a fixed size, or the rest of a share of the memory. Prompts

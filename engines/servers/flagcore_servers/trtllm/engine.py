@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 from flagcore_importers.programs import strip_dashes
 from flagcore_models.quantized import has_fp8_cache
-from flagcore_serving.engine import ServingEngine
 from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import Instance, address
 from flagcore_serving.space import knobs, rules
@@ -26,7 +25,7 @@ from flagcore.domain.space import Columns, KnobValue, Rule
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 from flagcore.i18n import N_
-from flagcore_servers.untested import UNTESTED, expert_parallel, pairs, prefill_tokens, whole_prompts
+from flagcore_servers.untested import OneVendor, expert_parallel, pairs, prefill_tokens, whole_prompts
 
 BATCH, TOKENS, BLOCK = "max_batch_size", "max_num_tokens", "tokens_per_block"
 MEMORY, CHUNKED, GRAPHS = "free_gpu_memory_fraction", "enable_chunked_prefill", "cuda_graph_max_batch_size"
@@ -96,14 +95,14 @@ def _spelled(words: tuple[str, ...]) -> Iterator[str]:
             yield from ("--set", f"{name}={'true' if value is None else value}")
 
 
-class TensorRtLlm(ServingEngine):
+class TensorRtLlm(OneVendor):
     """TensorRT-LLM."""
 
     name = "trtllm"
     where = "flagcore_servers.trtllm:REPORTS"
     program = PROGRAM
     modules: Mapping[str, str] = {"tensorrt_llm": "tensorrt_llm>=1.4"}
-    untested = UNTESTED
+    vendor = "nvidia"
 
     def settings(self, task: Task, columns: Columns) -> Settings:
         """Return TensorRT-LLM's effective settings. Limits on a batch, and tiers of the cache, are those of each rank.

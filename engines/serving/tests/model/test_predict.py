@@ -260,7 +260,8 @@ def test_a_search_for_the_best_alone_finds_the_best_with_fewer_simulations(monke
 def test_no_highest_rate_is_searched_where_no_request_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "_known", {})
     load = replace(LOAD, concurrency=None, request_rate=1000.0, num_prompts=300)
-    found = predict(task(load, slo={"ttft_s.p99": 1.0}, highest="request_rate"), settings(memory_fraction=0.15), costs())
+    on = task(load, slo={"ttft_s.p99": 1.0}, highest="request_rate")
+    found = predict(on, settings(memory_fraction=0.15), costs())
     assert not found.fits.any()
     assert not candidates._known
     assert np.isfinite(found.step_time_s).all()

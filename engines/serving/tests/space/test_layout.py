@@ -30,6 +30,7 @@ from flagcore.tuner.stages.build import build
 from tests.checks import refuses
 from tests.product.tasks import DENSE, costs
 
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 ALL = pytest.mark.parametrize("engine", [LLAMACPP, SGLANG, VLLM], ids=lambda each: each.name)
 GIB = 2**30
 LARGE = replace(DENSE, num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, kv_channels=128)
