@@ -173,7 +173,8 @@ def as_data(value: Any) -> Any:
         return {name: as_data(each) for name, each in field_values.items() if name not in left_out}
     if isinstance(value, Mapping):
         return {name: as_data(each) for name, each in value.items()}
-    return value if isinstance(value, str) or not isinstance(value, Sequence) else [as_data(each) for each in value]
+    is_several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    return [as_data(each) for each in value] if is_several else value
 
 
 class Notebook:

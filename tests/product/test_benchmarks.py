@@ -2,6 +2,7 @@
 page of findings, which scripts outside CI check, and the releases that rules name."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,13 @@ def test_a_finding_pins_and_prints_the_release_of_its_package(finding: findings.
 def test_the_page_of_engines_has_all_findings() -> None:
     page = (ROOT / "docs" / "engines-really.md").read_text(encoding="utf-8")
     assert [each.name for each in FOUND if f"](../findings/{each.name})" not in page] == []
+
+
+def test_the_tests_that_the_page_of_engines_names_exist() -> None:
+    page = (ROOT / "docs" / "engines-really.md").read_text(encoding="utf-8")
+    folders = [ROOT / name for name in ("tests", "engines", "extras", "plugins")]
+    sources = "".join(file.read_text(encoding="utf-8") for folder in folders for file in folder.rglob("test_*.py"))
+    assert [name for name in re.findall(r"`(test_\w+)`", page) if f"def {name}(" not in sources] == []
 
 
 def test_a_script_that_fails_has_changed(tmp_path: Path) -> None:
