@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_commands_that_a_size_prints_start_with_what_all_candidates_keep_of_the_baseline(flag: Flag) -> None:
     baseline = {"tensor_model_parallel_size": 2, "context_len": 2048}
     words = ["--model", "model", "--engine", "vllm", "--chip", "H100-SXM", "--devices", "1", "--ttft-p99", "5s"]
-    words += ["--set", f"auto_tuner.baseline={json.dumps(baseline)}"]
+    words += ["--tpot-p99", "1.5ms", "--set", f"auto_tuner.baseline={json.dumps(baseline)}"]
     found = flag("size", *words, "--rate", "5")
     assert "context_len 2048" in found.out
     exported, tuned = (
