@@ -102,7 +102,8 @@ class DeepSpeed(Trainer):
         for name in ("knobs", "trial_keys"):
             if isinstance(merged[name], Mapping):
                 merged[name] = {**PROGRAM[name], **merged[name]}
-        own = own if isinstance(own := given.get("knobs"), Mapping) else {}
+        own = given.get("knobs")
+        own = own if isinstance(own, Mapping) else {}
         stated = [row.get("meaning", name) for name, row in own.items() if isinstance(row, Mapping) and name != AC]
         if RECOMPUTE in (*stated, *(given.get("fixed") or ())):  # the script's own
             merged["knobs"] = {name: row for name, row in merged["knobs"].items() if name != AC}
