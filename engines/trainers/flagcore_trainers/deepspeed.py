@@ -240,8 +240,9 @@ class DeepSpeed(Trainer):
         if lookup(content, f"zero_optimization.{PARAMETERS}.device") in ("cpu", "nvme"):
             host = host + np.where(is_zero_3, u * weights / ranks, 0.0)
         between = main + np.where(is_zero_3, bucket + u * small, -gradients)
-        logits = layout.tokens(task.spec.train.seq_length) * model.vocab_size * (1.0 - 1.0 / numbers[AUTOTP])
-        logits = logits * (not head_of(model).tied and not train.options.tiled_loss)
+        head, tokens = head_of(model), layout.tokens(task.spec.train.seq_length)
+        whole = tokens * head.logits * (not train.options.tiled_loss)
+        logits = whole * (1.0 - 1.0 / numbers[AUTOTP]) * (not head.tied)
         moments = {
             "between": between,
             "step": step + np.maximum(between, 0.0),
@@ -253,8 +254,7 @@ class DeepSpeed(Trainer):
         }
         cached = np.where(is_zero_3 & overlaps, gathered + prefetched + bucket, 0.0)
         apart = np.where(is_zero_3 & overlaps, u * (np.minimum(weights, kept + table) + small - live), 0.0)
-        piece = 4.0 * layout.tokens(task.spec.train.seq_length) * model.vocab_size * (not train.options.tiled_loss)
-        apart = np.maximum(apart, 0.0) + np.where(is_zero_3 & (piece < u * table), LOSS_BYTES / 4.0 * piece, 0.0)
+        apart = np.maximum(apart, 0.0) + np.where(is_zero_3 & (4.0 * whole < u * table), LOSS_BYTES * whole, 0.0)
         return {name: each - host for name, each in moments.items()} | {"cached": cached, "apart": apart}
 
     def _exposed_seconds(

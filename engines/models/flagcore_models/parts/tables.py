@@ -43,7 +43,12 @@ class Head(Part):
     tied: bool = False
 
     def products(self, hidden_size: int) -> tuple[Product, ...]:
-        return (_table(inputs=hidden_size, outputs=self.vocabulary, component="output_head"),)
+        return (_table(inputs=hidden_size, outputs=self.logits, component="output_head"),)
+
+    @property
+    def logits(self) -> int:
+        """The elements of its output per token, without padding."""
+        return self.vocabulary
 
     @property
     def norms(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
-from flagcore_models.layers import attention_counts, mixer_counts, network_counts
+from flagcore_models.layers import attention_counts, head_of, mixer_counts, network_counts
 from flagcore_models.parts.norm import Norm
 from flagcore_training.layout import Layout, Training
 
@@ -145,8 +145,7 @@ def _separate_bytes(
 
 def _once_bytes(train: Training, layout: Layout, weights: FloatArray, *, compiled: bool) -> FloatArray:
     """Return bytes per micro-batch of the loss and of casts of weights, beyond the shared formulas."""
-    model = train.model
-    logits = layout.tokens(train.sequence) * model.vocab_size / layout.tensor
+    logits = layout.tokens(train.sequence) * head_of(train.model).logits / layout.tensor
     loss = (0.0 if compiled else SEPARATE_LOSS) * logits / layout.pipeline
     return loss + CAST_BYTES[1] * (train.precision == "fp8") * weights
 
