@@ -136,8 +136,8 @@ def _separate_bytes(
     def total(each: int, *, beyond: bool) -> FloatArray:
         return sum(((own[each] - fused[each] * beyond) * size for own, fused, size in tensors), np.zeros(()))
 
-    gated = sum(number * each.gated for each, number in networks.items())
-    sums = GRADIENT_SUMS[compiled] * (2.0 * sum(attention.values()) + gated)
+    gates = sum(number * each.gated for each, number in networks.items())
+    sums = GRADIENT_SUMS[compiled] * (2.0 * sum(attention.values()) + gates)
     # Selective checkpoints compute again the sum between the mixer and the network of a layer, in three passes.
     forward, residual = total(0, beyond=True), 3.0 * (blocks - model.num_layers) * rows
     backward = total(1, beyond=True) + sums * train.value_bytes * model.hidden_size * tokens
