@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
-from flagcore_models.layers import mixer_counts
+from flagcore_models.layers import head_of, mixer_counts
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.launch.server import Instance, address
@@ -59,7 +59,7 @@ def _cache_bytes(task: Task, get: Columns, prefill: IntArray, batch: IntArray) -
     """
     model = task.spec.model
     free = Hardware.of(task).memory_bytes - weight_bytes(task) / (get[TP] * get[DP])
-    buffers = np.where(get[BACKEND] == PYTORCH, 2.0 * (prefill + 2 * batch) * model.vocab_size, 0.0)
+    buffers = np.where(get[BACKEND] == PYTORCH, 2.0 * (prefill + 2 * batch) * head_of(model).logits, 0.0)
     states = batch / get[DP].clip(1) * _states(model, element_bytes=2) / get[TP].clip(1)
     cache = states + knobs.shares(get[CACHE], DEFAULT_CACHE) * np.maximum(free - buffers - states, 0.0)
     return cache, states / np.maximum(cache, 1.0)

@@ -19,7 +19,7 @@ from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from flagcore_models.layers import experts_of, weights_by_group
+from flagcore_models.layers import experts_of, head_of, weights_by_group
 
 from flagcore.contracts import Costs
 from flagcore.domain.model import Model
@@ -257,7 +257,7 @@ def _train(task: Task, candidates: list[Values], costs: Costs, framework: Framew
         values_of = partial(roles.train_values, engine, devices=devices)
         rows = [values_of(candidates[row], micro_batch=held, recompute=not fwd) for row, held, _, fwd in members]
         own, columns = costs.of(part.cluster, part.spec.work.engine), _stacked(engine, part, rows)
-        whole = 0.0 if part.spec.train.assumed else 2.0 * task.spec.model.vocab_size
+        whole = 0.0 if part.spec.train.assumed else 2.0 * head_of(task.spec.model).logits
         if counted:
             sizes = columns["micro_batch_size"] * columns["data_parallel_size"]
             columns = {**columns, counted: np.array([batch for _row, _held, batch, _fwd in members]) // sizes}

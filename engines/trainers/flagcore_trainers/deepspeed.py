@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from flagcore_importers.dialect import SUFFIXES
-from flagcore_models.layers import attention_counts, head_of, table_products
+from flagcore_models.layers import attention_counts, head_of, layer_counts, product_counts, table_products
 from flagcore_training.adapters import as_noted
 from flagcore_training.commands import parse
 from flagcore_training.frameworks import framework_of, kept_framework, reading, refuse_trials
@@ -25,6 +25,7 @@ from flagcore.contracts import Commands, Costs, Engine, Platform, Published
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Launch, Start
+from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
@@ -241,8 +242,9 @@ class DeepSpeed(Trainer):
         if lookup(content, f"zero_optimization.{PARAMETERS}.device") in ("cpu", "nvme"):
             host = host + np.where(is_zero_3, u * weights / ranks, 0.0)
         between = main + np.where(is_zero_3, bucket + u * small, -gradients)
-        logits = layout.tokens(task.spec.train.seq_length) * model.vocab_size * (1.0 - 1.0 / numbers[AUTOTP])
-        logits = logits * (not head_of(model).tied and not train.options.tiled_loss)
+        head, tokens = head_of(model), layout.tokens(task.spec.train.seq_length)
+        whole = tokens * head.logits * (not train.options.tiled_loss)
+        logits = whole * (1.0 - 1.0 / numbers[AUTOTP]) * (not head.tied)
         moments = {
             "between": between,
             "step": step + np.maximum(between, 0.0),
@@ -254,8 +256,7 @@ class DeepSpeed(Trainer):
         }
         cached = np.where(is_zero_3 & overlaps, gathered + prefetched + bucket, 0.0)
         apart = np.where(is_zero_3 & overlaps, u * (np.minimum(weights, kept + table) + small - live), 0.0)
-        piece = 4.0 * layout.tokens(task.spec.train.seq_length) * model.vocab_size * (not train.options.tiled_loss)
-        apart = np.maximum(apart, 0.0) + np.where(is_zero_3 & (piece < u * table), LOSS_BYTES / 4.0 * piece, 0.0)
+        apart = np.maximum(apart, 0.0) + np.where(is_zero_3 & (4.0 * whole < u * table), LOSS_BYTES * whole, 0.0)
         return {name: each - host for name, each in moments.items()} | {"cached": cached, "apart": apart}
 
     def _exposed_seconds(
@@ -290,7 +291,7 @@ class DeepSpeed(Trainer):
         if costs.synchronous:  # the host computes and sends
             sharded = layout.microbatches * (2.0 * gather + scatter)
         passes = np.where(layout.uniform > 0, 1.5, 1.0)  # checkpoints run the hooks of a forward again
-        host = HOOK_SECONDS * MODULES * task.spec.model.num_layers * passes
+        host = HOOK_SECONDS * modules_of_layers(task.spec.model) * passes
         work = 0.0 if costs.synchronous else found.step_time_s / layout.microbatches  # the host runs ahead of a device
         hooks = layout.microbatches * np.maximum(host - work, 0.0) * (layout.data > 1)
         return np.where(zero == 3, sharded + hooks + waits[1], seconds + waits[0])
@@ -370,11 +371,20 @@ AUTO_STAGE = 2
 PEAKS = ("peak_allocated_bytes", "reserved_bytes", "device_used_bytes")
 """Predictions of a peak of memory, in bytes."""
 EXCHANGE = "dp_comm_exposed_s"
-HOOK_SECONDS, MODULES = 0.9e-3, 14
-"""Host seconds of ZeRO 3 per module and micro-batch, and modules of a layer of transformers (`modeling_llama.py`).
+HOOK_SECONDS = 0.9e-3
+"""Host seconds of ZeRO 3 per module and micro-batch, with 14 modules in a layer of Llama.
 
 From three candidates of DeepSpeed 0.19 on two CPU cores: 0.8 to 1.0 ms. Published runs of DeepSpeed 0.11 with
 micro-batches of 256 to 768 tokens need 0.2 to 0.5 ms more."""
+
+
+def modules_of_layers(model: Model) -> int:
+    """Return the modules of all layers in transformers, 14 in a layer of `modeling_llama.py` before 4.48: the layer,
+    its parts, each with a norm and an activation function or rotary embedding, and the linear layers and norms inside.
+    Routed experts are one module, as in 5.24, whose attention has no rotary embedding of its own."""
+    products, layers = product_counts(model).items(), layer_counts(model).items()
+    linear = sum(n * (len(each.layers) if each.copies == 1 else each.name == "up") for each, n in products)
+    return linear + sum(n * (1 + sum(3 + len(part.norms) for part in each.parts)) for each, n in layers)
 
 
 def _is_filled_in(spec: Spec, content: Mapping[str, Any]) -> bool:

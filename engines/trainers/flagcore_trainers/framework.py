@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore_importers.dialect import read_config
+from flagcore_models.layers import head_of
 from flagcore_training.frameworks import Reading, framework_of, has_tiled_loss, reading
 from flagcore_training.real_job import CHECKPOINTS, changed, key_of
 
@@ -30,7 +31,7 @@ def loss_warnings(task: Task) -> list[str]:
     """
     train, facts = task.spec.train, [group.chip.memory_bytes for group in task.cluster.groups]
     memory = min((fact.value for fact in facts if fact), default=math.inf)
-    size = (LOSS_BYTES + 2.0) * train.seq_length * task.spec.model.vocab_size
+    size = (LOSS_BYTES + 2.0) * train.seq_length * head_of(task.spec.model).logits
     if size < LARGE * memory or has_tiled_loss(task.spec):
         return []
     given = reading(task.spec).given if framework_of(train.command or ()) else {}

@@ -20,6 +20,7 @@ from flagcore_trainers.deepspeed import (
     QUANTIZED,
     ULYSSES,
     ZERO,
+    modules_of_layers,
 )
 from flagcore_trainers.fully_shard import AC
 from flagcore_trainers.meaning import layout_of, training, weights_of_rank
@@ -31,7 +32,7 @@ from flagcore.domain.space import Candidate
 from flagcore.domain.spec import Adapter
 from flagcore.errors import SpecError
 from tests.checks import refuses
-from tests.product.tasks import DENSE, SHAPE, costs, task
+from tests.product.tasks import DENSE, EXPERTS, SHAPE, costs, task
 
 CONFIG = """{"train_batch_size": 32, "gradient_accumulation_steps": 4,  // see "notes"
     "zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8}, "url": "http://a#b",
@@ -286,6 +287,12 @@ def test_zero_3_keeps_as_many_weights_gathered_as_its_limit(tmp_path: Path) -> N
         (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
         found.append(DEEPSPEED.predict(job, columns | {ZERO: np.array([3])}, costs(job)).activation_bytes[0])
     assert found[1] - found[0] == pytest.approx(2 * 1e8)
+
+
+def test_hooks_are_those_of_the_modules_of_transformers() -> None:
+    """A layer of 5.24 has 13 in Llama, 15 in Qwen3, 14 in Qwen3-MoE; before 4.48 also a rotary embedding."""
+    models = DENSE, replace(DENSE, qk_layernorm=True), replace(EXPERTS, qk_layernorm=True)
+    assert [modules_of_layers(each) / each.num_layers for each in models] == [14, 16, 15]
 
 
 def test_gradients_are_hidden_only_if_asked() -> None:

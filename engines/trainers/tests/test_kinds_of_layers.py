@@ -16,7 +16,8 @@ from flagcore_trainers.deepspeed import BUCKET, DEEPSPEED, MICRO, OFFLOAD, ZERO
 from flagcore_trainers.fsdp2.engine import FSDP2
 from flagcore_trainers.fully_shard import AC, EP, REPLICATE, SELECTIVE, SHARD
 from flagcore_trainers.fully_shard.activations import activations
-from flagcore_trainers.fully_shard.predict import memory_job
+from flagcore_trainers.fully_shard.predict import memory_job, selective_share
+from flagcore_trainers.fully_shard.predict import training as fsdp2_training
 from flagcore_trainers.fully_shard.weights import layers_of_rank
 from flagcore_trainers.meaning import layout_of, training, weights_of_rank
 from flagcore_trainers.torchtitan import TORCHTITAN
@@ -138,6 +139,12 @@ def test_selective_checkpoints_keep_the_output_of_other_attention() -> None:
         job = task(replace(DENSE, num_layers=1, layers=(layer_of(DENSE, mixer),)), engine="fsdp2")
         stored.append(activations(memory_job(job, columns, fused_norm=False)).stored[0])
     assert stored[1] - stored[0] == 2.0 * 64 * job.spec.train.seq_length
+
+
+def test_selective_checkpoints_compute_latent_experts_again_in_their_width() -> None:
+    models = [replace(EXPERTS, moe_latent_size=each) for each in (None, EXPERTS.hidden_size, EXPERTS.hidden_size // 4)]
+    shares = [selective_share(fsdp2_training(task(each, engine="fsdp2"), compiled=False)) for each in models]
+    assert shares[0] > shares[1] > shares[2]
 
 
 def test_layers_that_repeat_others_have_activations_and_no_weights() -> None:

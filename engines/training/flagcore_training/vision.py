@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 from flagcore_models.parts.tower import VisionTower
 
-from flagcore.domain.model import Model
+from flagcore.domain.model import Mixer, Model
 from flagcore.domain.space import FloatArray
 from flagcore_training.layout import AnySizes, LayerSizes, Layout, Options, StageLayout, Tower, Training
 
@@ -77,7 +77,8 @@ def tower_repeats(tower: Tower, layout: Layout | StageLayout) -> FloatArray:
 def tower_flops(tower: Tower) -> float:
     """Return the flops of forward and backward for a sequence, without recompute, as `model_flops` counts them."""
     vision, whole = tower.vision, VisionTower(vision=tower.vision)
-    scores = vision.num_layers * tower.pairs * tower.patches * 2.0 * vision.hidden_size
+    mixers = (each for each in whole.layer.parts if isinstance(each, Mixer))
+    scores = vision.num_layers * tower.pairs * sum(each.core_flops(tower.patches) for each in mixers)
     layers = (2.0 if tower.frozen else 6.0) * (whole.weights - whole.merger_weights + scores)
     passes = 1.0 + (not tower.frozen) + (not tower.frozen_mergers)
     mergers = 2.0 * passes * whole.merger_weights / vision.merge_size**2

@@ -3,6 +3,7 @@
 A test compares the numbers with modules that megatron-core 0.16 builds.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from flagcore_models.mixers.attention import Attention
 from flagcore_models.networks.experts import Experts
 from flagcore_models.parts.tower import VisionTower
 
-from flagcore.domain.model import Layer, Model, Part
+from flagcore.domain.model import Layer, Model, Part, Product
 from flagcore.domain.prediction import ModelPart
 from flagcore.domain.space import FloatArray
 from flagcore_training.adapters import adapter_weights
@@ -170,14 +171,20 @@ def model_flops(train: Training) -> float:
     return train.global_batch * train.sequence * (flops_per_weight * weights + 6.0 * scores) + of_tower
 
 
+def used_products(model: Model, parts: Iterable[tuple[Part, int]]) -> Iterator[tuple[Product, int]]:
+    """Yield the products of these numbers of parts but routers, each with how many of it a token uses: of routed
+    experts, those that it chooses."""
+    for part, number in parts:
+        for each in part.products(model.hidden_size):
+            chosen = part.chosen if isinstance(part, Experts) and each.component in EXPERT_PARTS else 1
+            if each.name != "router":
+                yield each, number * chosen
+
+
 def _used_weights(model: Model, part: Part) -> float:
-    """Return the weights of a part that a token uses: of routed experts, those that it chooses. Routers do not
-    count."""
-    total, chosen = float(part.other_weights), part.chosen if isinstance(part, Experts) else 1
-    for each in part.products(model.hidden_size):
-        if each.name != "router":
-            total += each.inputs * each.outputs * (chosen if each.component in EXPERT_PARTS else 1)
-    return total
+    """Return the weights of a part that a token uses."""
+    products = used_products(model, [(part, 1)])
+    return float(part.other_weights + sum(number * each.inputs * each.outputs for each, number in products))
 
 
 def add_parts(total: Parts, parts: Parts, factor: FloatArray | float = 1.0) -> None:

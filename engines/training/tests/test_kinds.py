@@ -10,6 +10,7 @@ from flagcore_models.parts.tower import VisionTower
 from flagcore_training.kinds import layer_kinds
 from flagcore_training.layout import DEFAULTS, Layout, Options, StageLayout, Tower, Training
 from flagcore_training.memory import training as memory
+from flagcore_training.memory.states import largest_matrix
 from flagcore_training.splits import StageLayers
 from flagcore_training.stages import layer_input_bytes, placed, stage, stages
 from flagcore_training.time.stage import Blocks, WorkTable
@@ -43,6 +44,11 @@ def numbers(model: Model, split: Layout, index: int, options: Options = DEFAULTS
 
 def work(model: Model, **values: Any) -> Training:
     return train(model, transformer_engine=True, **values)
+
+
+def test_the_largest_matrix_may_be_that_of_a_mixer_with_states() -> None:
+    found = largest_matrix(work(MIXED), layout(tensor=2), {"mixers": np.ones(1)}, experts=False)
+    assert found == max(each.weights for each in MAMBA.products(LLAMA.hidden_size)) / 2
 
 
 @pytest.mark.parametrize("layers", [(), (FULL,) * 32, (STATE,) * 32])

@@ -10,8 +10,9 @@ class Depth(Part):
     """A layer after the product of the last output and of the next embedding, each with a norm of `width` elements.
 
     Its output has a norm, and it uses the embedding and the head of the model. `count`: the depths of the model.
-    `shared`: whether all have the weights of one. `saved`: elements per token beside those of the layer and of the
-    embedding: the inputs of two norms and their joined outputs, the output before and after a norm, and a copy.
+    `shared`: whether all have the weights of one. `saved`: elements per token beside those of the layer: the inputs of
+    two norms, their joined outputs, which have twice the width, the output before its norm, and a copy of it after its
+    norm, for the head (megatron-core 0.16 `MultiTokenPredictionLayer`).
     """
 
     layer: Layer

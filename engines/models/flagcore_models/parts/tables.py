@@ -30,7 +30,8 @@ class Embedding(Part):
 class Head(Part):
     """The final norm of `width` elements, the product with the vocabulary, and the loss.
 
-    `tied`: whether its table is that of the embedding. The loss moves 8 elements of 16 bits per logit forward and 4
+    `logits`: the elements of its output per token, one for each entry of the vocabulary, without padding. `tied`:
+    whether its table is that of the embedding. The loss moves 8 elements of 16 bits per logit forward and 4
     backward: logits are written in 16 and 32 bits, read for the maximum and the sum, and converted to their gradient
     (megatron-core 0.16 `cross_entropy.py`). `launches`: of a pass (an estimate).
     """
@@ -38,12 +39,12 @@ class Head(Part):
     passes: ClassVar[tuple[float, float]] = (8.0, 4.0)
     launches: ClassVar[float] = 20.0
 
-    vocabulary: int
+    logits: int
     width: int
     tied: bool = False
 
     def products(self, hidden_size: int) -> tuple[Product, ...]:
-        return (_table(inputs=hidden_size, outputs=self.vocabulary, component="output_head"),)
+        return (_table(inputs=hidden_size, outputs=self.logits, component="output_head"),)
 
     @property
     def norms(self) -> tuple[int, ...]:

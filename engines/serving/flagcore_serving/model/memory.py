@@ -258,5 +258,5 @@ def activation_bytes(
         ranks = tensor * settings.data / expert
         inner = experts.chosen / expert * (up.outer(ranks) + down.inner(ranks) + 2.0 * up.inputs)
     layer = batched_tokens * 2.0 * (3.0 * hidden + inner)
-    logits = np.minimum(running, batched_tokens) * model.vocab_size * (2.0 / tensor + 4.0)
+    logits = np.minimum(running, batched_tokens) * head_of(model).logits * (2.0 / tensor + 4.0)
     return np.maximum(layer, logits) / settings.cores

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-from flagcore_models.layers import head_of, layer_counts
+from flagcore_models.layers import head_of, layer_counts, mixer_counts, network_counts
 from flagcore_models.mixers.attention import Attention
-from flagcore_models.networks.experts import Experts
 from flagcore_training.frameworks import has_tiled_loss
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
@@ -22,7 +21,7 @@ from flagcore_training.peft import Peft
 from flagcore_training.time.optimizer import HOST_ADAM_BYTES, HOST_BYTES_PER_SECOND
 from flagcore_training.time.stage import ACCUMULATION_BYTES
 from flagcore_training.time.step import on_replica, replica_wait, step_time
-from flagcore_training.weights import model_flops
+from flagcore_training.weights import model_flops, used_products
 
 from flagcore.contracts import Costs
 from flagcore.domain.prediction import Predictions
@@ -266,17 +265,15 @@ def selective_share(train: Training) -> float:
     the second half of a gated block. The attention core is stored. All products of routed experts run again (torchtitan
     0.3 stores none of them).
     """
-    hidden, again, total = train.model.hidden_size, 0.0, 0.0
-    for layer, number in layer_counts(train.model).items():
-        if mixer := layer.mixer:
-            products = [each.inputs * out.width for each in mixer.products(hidden) for out in each.layers]
-            core = mixer.core_flops(float(train.sequence)) / 2.0
-            again += number * (sum(products[1::2]) + core * (not isinstance(mixer, Attention)))
-            total += number * (sum(products) + core)
-        if network := layer.network:
-            routed = network.active_width - network.shared if isinstance(network, Experts) else 0
-            again += number * hidden * (network.active_width * network.gated + 2.0 * routed)
-            total += number * hidden * network.active_width * (2.0 + network.gated)
+    model, again, total = train.model, 0.0, 0.0
+    for mixer, number in mixer_counts(model).items():
+        products = [each.inputs * out.width for each in mixer.products(model.hidden_size) for out in each.layers]
+        core = mixer.core_flops(float(train.sequence)) / 2.0
+        again += number * (sum(products[1::2]) + core * (not isinstance(mixer, Attention)))
+        total += number * (sum(products) + core)
+    for product, number in used_products(model, network_counts(model).items()):
+        again += number * product.inputs * sum(out.width for out in product.layers[product.copies == 1 :])
+        total += number * product.inputs * product.outputs
     return again / total
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
-from flagcore_models.layers import attention_counts, mixer_counts, network_counts
+from flagcore_models.layers import attention_counts, head_of, mixer_counts, network_counts
 from flagcore_models.parts.norm import Norm
 from flagcore_training.layout import Layout, Training
+from flagcore_training.weights import used_products
 
 from flagcore.contracts import AttentionShape, Costs, KernelCosts
 from flagcore.domain.space import FloatArray
@@ -120,33 +121,35 @@ def _separate_bytes(
     rows = train.value_bytes * model.hidden_size * layout.token_rows(train.sequence)
     scale = train.value_bytes * tokens / layout.tensor
     attention, networks = attention_counts(model), network_counts(model)
-    blocks = sum(mixer_counts(model).values()) + sum(networks.values())
+    parts = (*mixer_counts(model).items(), *networks.items())
+    blocks = sum(number for _, number in parts)
     rotated = sum(number * each.rotated for each, number in attention.items())
     norm = FUSED["norm"] if compiled or program.fused_norm else SEPARATE_NORM
     tensors = [
         (norm, FUSED["norm"], blocks * rows),
         (FUSED["rotation"] if compiled else program.rotation, FUSED["rotation"], rotated * scale),
     ]
-    widths = summed = 0.0
     for network, number in networks.items():
         passes = SEPARATE_ACTIVATION if network.gated and not compiled else FUSED["activation"]
         tensors.append((passes, FUSED["activation"], number * network.active_width * scale))
-        widths, summed = widths + number * network.active_width, summed + number * network.gated
 
     def total(each: int, *, beyond: bool) -> FloatArray:
         return sum(((own[each] - fused[each] * beyond) * size for own, fused, size in tensors), np.zeros(()))
 
-    sums = GRADIENT_SUMS[compiled] * (2.0 * sum(attention.values()) + summed)
-    inputs = (3.0 * model.hidden_size * model.num_layers + widths / layout.tensor) * tokens * (train.precision == "fp8")
-    forward, residual = total(0, beyond=True), 3.0 * model.num_layers * rows
+    gates = sum(number * each.gated for each, number in networks.items())
+    sums = GRADIENT_SUMS[compiled] * (2.0 * sum(attention.values()) + gates)
+    # Selective checkpoints compute again the sum between the mixer and the network of a layer, in three passes.
+    forward, residual = total(0, beyond=True), 3.0 * (blocks - model.num_layers) * rows
     backward = total(1, beyond=True) + sums * train.value_bytes * model.hidden_size * tokens
-    return forward, backward + CAST_BYTES[0] * inputs, total(0, beyond=False) - forward + residual
+    if train.precision == "fp8":
+        inputs = sum(number * each.inner(layout.tensor) for each, number in used_products(model, parts))
+        backward = backward + CAST_BYTES[0] * inputs * tokens
+    return forward, backward, total(0, beyond=False) - forward + residual
 
 
 def _once_bytes(train: Training, layout: Layout, weights: FloatArray, *, compiled: bool) -> FloatArray:
     """Return bytes per micro-batch of the loss and of casts of weights, beyond the shared formulas."""
-    model = train.model
-    logits = layout.tokens(train.sequence) * model.vocab_size / layout.tensor
+    logits = layout.tokens(train.sequence) * head_of(train.model).logits / layout.tensor
     loss = (0.0 if compiled else SEPARATE_LOSS) * logits / layout.pipeline
     return loss + CAST_BYTES[1] * (train.precision == "fp8") * weights
 

@@ -97,7 +97,7 @@ class MemoryInputs:
     @property
     def logits(self) -> FloatArray:
         """The number of logits that a tensor-parallel rank has at once."""
-        vocabulary = self.model.vocab_size / self.tensor
+        vocabulary = head_of(self.model).logits / self.tensor
         if self.tiled_loss:
             return np.minimum(self.tokens, TILE[0]) * np.minimum(vocabulary, TILE[1])
         return self.tokens * vocabulary / self.loss_parts

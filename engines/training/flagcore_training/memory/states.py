@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from flagcore_models.layers import attention_of, dense_of, experts_of
-from flagcore_models.mixers.latent_attention import LatentAttention
+from flagcore_models.layers import depth_of, experts_of, product_counts
 
 from flagcore.domain.space import FloatArray
 from flagcore_training.adapters import base_bytes
@@ -148,19 +147,17 @@ def wide_parts(train: Training) -> tuple[str, ...]:
 
 
 def largest_matrix(train: Training, layout: Layout, params: Parts, *, experts: bool) -> FloatArray:
-    """Return the number of elements of the largest matrix of a linear layer on a rank: dense, or of an expert."""
-    hidden, network, attention = train.model.hidden_size, experts_of(train.model), attention_of(train.model)
-    if experts:
-        of_experts = max(each.inputs * each.outputs for each in network.routed(hidden)) if network else 0.0
-        return of_experts / layout.expert_tensor * (params.get("experts", 0.0) > 0)
-    width = attention.query_width + attention.key_width + attention.value_width
-    if isinstance(attention, LatentAttention):
-        width = attention.attended
-    dense = dense_of(train.model)
-    factor = hidden * (2.0 if dense.gated else 1.0)
-    ffn = dense.width * (params.get("ffn", np.zeros(())) > 0)
-    shared = network.shared if network else 0
-    largest: FloatArray = np.maximum(factor * np.maximum(ffn, shared), hidden * width) / layout.tensor
+    """Return the number of elements of the largest matrix of a linear layer on a rank: dense, or of an expert.
+
+    Components of which `params` has no weights do not count. Linear layers that a product joins are one matrix, unless
+    each rank has them whole (megatron-core 0.16 `multi_latent_attention.py`).
+    """
+    model, ranks = train.model, layout.expert_tensor if experts else layout.tensor
+    largest = np.zeros_like(ranks)
+    for each in (*product_counts(model), *depth_of(model).products(model.hidden_size)):
+        if each.component in LINEAR_PARTS and (each.component in EXPERT_PARTS) is experts and each.component in params:
+            outputs = each.outer(ranks) if each.split else max(layer.width for layer in each.layers)
+            largest = np.maximum(largest, each.inner(ranks) * outputs * (params[each.component] > 0))
     return largest
 
 

@@ -66,8 +66,7 @@ def buffers(train: Training, layout: Layout, stage: Stage, sizes: Sizes) -> Floa
     else:
         rotary_bytes = 4.0 * train.sequence * attention.head_dim * layout.virtual
     if train.options.adapter and train.options.adapter.base:  # into which the weights of a product are converted
-        parts = {part.kind: number for part, number in layer_kinds(train.model).parts(stage.numbers).items()}
-        largest = largest_matrix(train, layout, {"ffn": parts.get("dense", np.zeros(()))}, experts=False)
+        largest = largest_matrix(train, layout, stage_parameters(train, layout, stage), experts=False)
         rotary_bytes = rotary_bytes + train.value_bytes * largest
     if train.options.dropout:  # dropout implies an older engine, with learned positions and without placeholders
         return sizes.gathered * np.ones(())
