@@ -110,7 +110,7 @@ def with_settings(spec: SpecLike, settings: Iterable[str]) -> LoadedSpec:
         key, equals, value = text.partition("=")
         if not equals or not all(key.split(".")):
             raise UsageError(_("--set {text}: expected KEY=VALUE, such as cluster.nodes=2", text=text))
-        changes[key] = parse_yaml(value, file="--set")
+        changes[key] = parse_yaml(value, file=f"--set {key}")
     if not isinstance(spec, (Mapping, LoadedSpec)) and Path(spec).is_dir():
         names = {"key": next(iter(changes)), "run": os.fspath(spec)}
         raise UsageError(_("--set {key} works only with a spec, but {run} is a run directory", **names))

@@ -218,12 +218,9 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
         yield "\n" + assumed_text(estimate.assumed), True
     if bottleneck := bottleneck_text(read_prediction(estimate.recommended)):
         yield "\n" + bottleneck, False
-    others = {
-        _("baseline"): estimate.baseline,
-        _("engine defaults"): estimate.defaults,
-        _("faster, but without a margin of memory"): estimate.crowded,
-    }
-    lines = [record_line(name, record, estimate.knobs) for name, record in others.items() if record]
+    names = _("baseline"), _("engine defaults"), _("faster, but without a margin of memory")
+    others = zip(names, (estimate.baseline, estimate.defaults, estimate.crowded), strict=True)
+    lines = [", ".join([record_line(n, each, estimate.knobs), *_missed(estimate, each)]) for n, each in others if each]
     if estimate.gain and estimate.gain > 0.0:
         lines[0] += "; " + _("recommended: {gain}", gain="~" + gain_text(estimate.objective, estimate.gain))
     yield "\n" + "\n".join(lines) + "\n\n" + funnel(estimate.counts), False
@@ -262,11 +259,10 @@ SHOWN_RUNS = 3
 
 def published_table(runs: Sequence[PublishedRun]) -> str:
     """Return a table of published runs. Columns with ~ are predicted."""
-    figures = [map(shown, (each.measured, each.predicted, each.mfu)) for each in runs]
-    rows = [
-        [each.run, values_text(each.candidate, each.knobs), *of_run, each.source]
-        for each, of_run in zip(runs, figures, strict=True)
-    ]
+    rows = []
+    for each in runs:
+        figures = map(shown, (each.measured, each.predicted, each.mfu))
+        rows.append([each.run, values_text(each.candidate, each.knobs), *figures, each.source])
     return table([_("run"), _("candidate"), "tok/s/dev", "~tok/s/dev", "mfu", _("source")], rows)
 
 
@@ -284,12 +280,16 @@ def _ceiling_text(estimate: Estimate) -> str:
     return _(text, mfu=f"{mfu:.1%}", precision=precision, best=f"{best:.1%}", source=source)
 
 
+def _missed(estimate: Estimate, record: Mapping[str, Any]) -> list[str]:
+    limits, figures = estimate.limits, flat_statistics(record)
+    return [_("{name} too high", name=latency_name(name)) for name in limits if figures.get(name, 0.0) > limits[name]]
+
+
 def _candidates_table(estimate: Estimate) -> str:
     columns, rows = estimate_columns(estimate), estimate.candidates
     if any("slo" in each for each in rows):
         columns |= {"SLO": "slo_text"}
-        missed = [", ".join(_("{name} too high", name=latency_name(name)) for name in each["slo"]) for each in rows]
-        rows = tuple({**each, "slo_text": text or _("met")} for each, text in zip(rows, missed, strict=True))
+        rows = tuple({**each, "slo_text": ", ".join(_missed(estimate, each)) or _("met")} for each in rows)
     width = len(str(rows[-1]["number"]))
     marks = (
         {

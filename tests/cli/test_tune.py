@@ -339,13 +339,12 @@ def test_help_lists_each_command_once_with_its_whole_summary(flag: Callable[...,
 
 
 @pytest.mark.parametrize(
-    "text", ["cluster.nodes", "=1", "cluster..nodes=1", "cluster.nodes=[1", "model.name.x=1", "a=1"]
+    "text", ["cluster.nodes", "=1", "cluster..nodes=1", "cluster.nodes=[1", "model.name.x=1", "a=1", "model.x=.nan"]
 )
 def test_a_bad_setting_is_one_message(text: str, flag: Callable[..., Ran], project: Project) -> None:
     completed = flag("estimate", project.spec(), "--set", text)
-    assert (completed.code, completed.out) == (2, "")
-    assert len(completed.err.splitlines()) == 1
-    assert text.partition("=")[0] in completed.err or "--set" in completed.err
+    assert (completed.code, completed.out, len(completed.err.splitlines())) == (2, "", 1)
+    assert text.partition("=")[0] in completed.err
 
 
 def test_a_command_to_run_next_sets_each_key_once() -> None:

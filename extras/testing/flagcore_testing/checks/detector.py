@@ -80,7 +80,7 @@ def sections_of(plugin: Subject) -> list[tuple[str, EngineSupport]]:
     return sorted(plugin.shipped("engines.yaml", read_engines).items(), reverse=True)
 
 
-@check("correct the name of the backend or of the module; write modules as in `import torch_acme`")
+@check("correct the name of the backend or module, or preload the module that adds it, as in `import torch_acme`")
 def backends_and_modules_are_spelled_correctly(plugin: Subject) -> Problems:
     words = Counter[str]()
     for word, times in plugin.words.items():
