@@ -37,6 +37,7 @@ from flagcore_rl import commands, importing
 from flagcore_rl.commands import dialect_of
 from flagcore_rl.importing import Reading
 from flagcore_rl.job import RlSpec, job_of
+from flagcore_rl.lengths import tokens_of
 from flagcore_rl.predict import Framework, predict
 from flagcore_rl.roles import DEVICES, ROLLOUT, STALENESS, THREADS, engine_of, keys_of, serve_task, train_task
 from flagcore_rl.rules import EP, PP, RDP, RTP, TP, rules
@@ -47,6 +48,8 @@ ITSELF = N_(
     "slowly, and stores only the cache of its batch"
 )
 """What differs where the trainer generates answers itself."""
+LONG = 0.8
+"""The share of the longest sample below which the mean one is named as shorter. A choice."""
 LONGEST_LINE = 1 << 16
 """Characters of a line that are read: verl and slime print all figures of a step in one line."""
 NUMBER = r"'?[:=]? *'?([\d.]+(?:e[+-]?\d+)?)"
@@ -236,6 +239,14 @@ class RlEngine(Engine):
                 "the rollout ends such answers before; shorten rl.answer_len, unless your command extends the context",
                 longest=work.longest,
                 context=work.context,
+            )
+            lines.append(text)
+        if not work.packing and (mean := float(tokens_of(work.drawn).mean())) < LONG * work.longest:
+            text = _(
+                "without packing, training is predicted for samples of the mean length, {mean:,.0f} tokens: a "
+                "micro-batch of the longest has {longest:,} tokens a sample, and needs as much more time and memory",
+                mean=mean,
+                longest=work.longest,
             )
             lines.append(text)
         return lines

@@ -210,6 +210,7 @@ def test_settings_of_roles_that_are_not_predicted_are_named() -> None:
         ({"rollout": {"engine": "vllm", "engine_version": "99"}}, "rl.rollout.engine_version = 99 is not a release"),
         ({"staleness": 900}, "rl.staleness = 900 is predicted as 1"),
         ({"answer_len": {"mean": 900.0, "longest": 41000}}, "41128 tokens, more than the model's context of 40960"),
+        ({"packing": False, "answer_len": {"mean": 300.0, "longest": 4096}}, "the longest has 4,224 tokens a sample"),
         ({"engine_version": "0.6.0", "staleness": 1}, ""),
     ],
 )

@@ -108,8 +108,7 @@ def fill_sooner(
             dense, is_last = leading[:, index], index == length - 1
             held = np.maximum(counts, dense)
             ends = {"first": index == 0, "mtp": is_last, "last": is_last}
-            work = tables[moving].stage(np.full(moving.shape, index), dense, **ends)
-            busy = work.seconds(held)
+            busy = tables[moving].stage(np.full(moving.shape, index), dense, **ends).seconds(held)
             times[:, index] = np.where(np.isnan(busy).any(axis=0), counts, busy).T
         held, seconds = split.layers[moving, :length], np.full(moving.size, np.inf)
         tried = held[None]
