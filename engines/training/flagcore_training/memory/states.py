@@ -150,7 +150,7 @@ def largest_matrix(train: Training, layout: Layout, params: Parts, *, experts: b
     """Return the number of elements of the largest matrix of a linear layer on a rank: dense, or of an expert.
 
     Components of which `params` has no weights do not count. Linear layers that a product joins are one matrix, unless
-    each rank has them whole (megatron-core 0.16 `multi_latent_attention.py`).
+    each rank has them whole (megatron-core 0.16 `MLASelfAttention`).
     """
     model, ranks = train.model, layout.expert_tensor if experts else layout.tensor
     largest = np.zeros_like(ranks)
