@@ -214,7 +214,7 @@ def _run_traced(argv: Sequence[str], directory: str | None, environment: Mapping
             return "" if has_ended else f"did not end in {TIMEOUT_SECONDS:g} s"
         output.seek(max(0, output.seek(0, os.SEEK_END) - (1 << 20)))
         text = re.sub(r"\x1b\[[\d;]*m|[^\S\n]|[^\s -\uffff]", " ", output.read().decode("utf-8", errors="replace"))
-        lines = re.findall(r"^(?!\+|Try ).*\S", text, re.MULTILINE)
+        lines = re.findall(r"^(?!\+|Try |.*: warning: setlocale: ).*\S", text, re.MULTILINE)
     return f"ends with exit code {process.returncode}: {lines[-1] if lines else 'it printed nothing'}"
 
 

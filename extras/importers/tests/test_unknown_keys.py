@@ -176,7 +176,8 @@ def test_units_and_batch_jobs_have_their_variables(reader: Reader) -> None:
     assert job.job["SLURM_NNODES"] == "2"
 
 
-def test_a_script_that_fails_is_no_program(reader: Reader) -> None:
+def test_a_script_that_fails_is_no_program(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_ALL", "xx_YY.UTF-8")  # bash warns of a locale that is not installed
     programs = [*reader.programs((), "vllm serve m\necho no data\nexit 3")]
     assert [type(each) for each in programs] == [Start, FailedScript]
     assert programs[1] == FailedScript(reason="ends with exit code 3: no data", unset=())
