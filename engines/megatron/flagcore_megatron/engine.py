@@ -35,7 +35,7 @@ from flagcore_megatron.mixed.planner import notes as mesh_notes
 from flagcore_megatron.mixed.planner import values_alone
 from flagcore_megatron.mixed.planner import with_meshes as with_planned_meshes
 from flagcore_megatron.mixed.rules import merges_with_meshes, with_meshes
-from flagcore_megatron.program.unmodelled import unmodelled
+from flagcore_megatron.program.user_command import unmodelled
 from flagcore_megatron.space import knobs, meshes, options, production
 from flagcore_megatron.space import rules as legality
 from flagcore_megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns

@@ -30,8 +30,7 @@ from flagcore_models.keys import (
     unread_keys,
 )
 from flagcore_models.layers import attention_of, network_of
-from flagcore_models.mixers.attention import Attention
-from flagcore_models.mixers.indexer import Indexer
+from flagcore_models.mixers.attention import Attention, Indexer
 
 FULL, WINDOW = "full_attention", "sliding_attention"
 """The names of the kinds of layers in models that do not list their layers."""

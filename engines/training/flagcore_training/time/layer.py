@@ -7,8 +7,7 @@ from operator import add
 
 import numpy as np
 from flagcore_models.layers import head_of
-from flagcore_models.mixers.attention import Attention
-from flagcore_models.mixers.indexer import Indexer
+from flagcore_models.mixers.attention import Attention, Indexer
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_models.mixers.mamba import Mamba
 from flagcore_models.mixers.mamba2 import Mamba2
