@@ -23,7 +23,7 @@ from flagcore.contracts import Problem
 from flagcore.domain.space import Candidate, Legality
 from flagcore.errors import SpecError, UsageError
 from flagcore.tuner.stages.prune import prune
-from tests.launchers.processes import program
+from tests.checks import program
 from tests.product import serving_inputs
 from tests.product.tasks import platform
 
