@@ -1,4 +1,7 @@
-"""Tables of the keys of a spec, from its JSON Schema, and of the knobs and the rules of engines, from their records."""
+"""Tables of the keys of a spec, from its JSON Schema, and of the knobs and the rules of engines, from their records.
+
+Also texts of the reference from docstrings: the results of the Python API, the fields of result.json, and the hooks.
+"""
 
 import inspect
 import json

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import psutil
 from flagcore_importers import programs
-from flagcore_serving.model.request import Request, SimulatedRun
+from flagcore_serving.model.sequences import Request, SimulatedRun
 from flagcore_serving.model.simulation import CHECKED, Simulation
 from flagcore_serving.schedules import Schedule
 from flagcore_serving.space.hardware import Hardware
