@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 SDK = (
     *("contracts", "domain", "errors", "hooks", "i18n", "launchers", "loading", "physics", "plugins", "report"),
     *("spec.clusters", "spec.jobs", "spec.knobs", "spec.models", "spec.plain_data", "spec.schema", "spec.shapes"),
-    *("spec.validate", "api.commands.doctor", "api.commands.export", "api.commands.importing", "api.commands.init"),
+    *("spec.validate", "api.commands.doctor", "api.commands.export", "api.commands.importing"),
     *("api.inputs", "api.jobs", "api.notes", "api.runs"),
     *("cli.main", "cli.options", "tuner.devices", "tuner.feasibility", "tuner.problem", "tuner.stages.predict"),
 )

@@ -1,9 +1,11 @@
 """Assertions that many tests share: refused keys, counts of a run that add up, and trials that were stored once.
-Times of collectives. Secrets that tests plant in inputs, and where other users can read them."""
+Times of collectives. Secrets that tests plant in inputs, and where other users can read them. Processes that a test
+marks in their environment, the ends of trials, and programs that stand for others."""
 
 import json
 import stat
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -12,9 +14,11 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from flagcore.contracts import CollectiveCosts
+from flagcore.contracts import CollectiveCosts, RunningLaunch
 from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.launch import Exit
 from flagcore.errors import SpecError
+from flagcore.launchers import guard
 from flagcore.plugins import LoadedPlugins
 
 Value = TypeVar("Value")
@@ -136,3 +140,44 @@ def leaking_files(folder: Path, inputs: Collection[str] = ()) -> dict[str, Seque
         str(each.relative_to(folder)): each.read_bytes().decode(errors="replace") for each in exposed_files(folder)
     }
     return {name: found for name, text in texts.items() if name not in inputs and (found := leaks(text))}
+
+
+TEST_MARK = "TEST_MARK"
+
+
+def marked(word: str) -> set[int]:
+    """Return the processes with TEST_MARK=word in their environment."""
+    text = f"{TEST_MARK}={word}\0".encode()
+    return {pid for pid in guard.all_processes() if text in guard.read_proc(pid, "environ")}
+
+
+def within(seconds: float, condition: Callable[[], object]) -> bool:
+    """Return whether a condition comes true within some seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def ended(running: RunningLaunch, seconds: float = 30.0) -> Exit:
+    """Return the exit of a trial, which must end within some seconds."""
+    found = running.wait(seconds)
+    assert found is not None, "the trial has not ended"
+    return found
+
+
+def family(pid: int) -> tuple[int, int, int, bytes]:
+    """Return the parent, the process group, the session and the state of a process that runs."""
+    found = guard.read_ids(pid)
+    assert found is not None
+    return found
+
+
+def program(file: Path, script: str, shell: str = "/bin/bash") -> Path:
+    """Write a program that runs a script, with the folder that it is in, and return it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"#!{shell}\n{script}\n")
+    file.chmod(0o755)
+    return file

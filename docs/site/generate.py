@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from docs.site import cli_page, docstrings, tables, vendor_pages  # noqa: E402
+from docs.site import cli_page, tables, vendor_pages  # noqa: E402
 from tools import releases  # noqa: E402
 
 RENDERERS: Mapping[str, Callable[[str], str]] = {
@@ -21,9 +21,9 @@ RENDERERS: Mapping[str, Callable[[str], str]] = {
     "knobs": tables.render_knobs,
     "rules": tables.render_rules,
     "keys": tables.render_keys,
-    "python": docstrings.render_result,
-    "record": docstrings.render_record,
-    "hook": docstrings.render_hook,
+    "python": tables.render_result,
+    "record": tables.render_record,
+    "hook": tables.render_hook,
     "vendors": vendor_pages.render_overview,
     "releases": lambda _mark: releases.table(releases.seen()),
 }

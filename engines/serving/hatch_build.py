@@ -16,9 +16,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PACKAGE = "flagcore_serving"
-MODULES = (
-    *("arrivals", "batches", "disaggregated", "price", "request", "request_times", "sequences", "simulation", "tiers"),
-)
+MODULES = ("arrivals", "batches", "disaggregated", "price", "request_times", "sequences", "simulation", "tiers")
 """The modules of `flagcore_serving.model` that run for each simulated request."""
 VARIABLE = "FLAGCORE_COMPILE"
 PROGRAM = """

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from flagcore.api.commands.estimate import estimate
     from flagcore.api.commands.explain import explain, explain_candidate, explain_like
     from flagcore.api.commands.export import Exported, export, export_targets
-    from flagcore.api.commands.importing import check_imported, read_tree
-    from flagcore.api.commands.init import defaults_of, new_spec, spec_of_model
+    from flagcore.api.commands.importing import check_imported, defaults_of, new_spec, read_tree, spec_of_model
     from flagcore.api.commands.probe import Probed, probe
     from flagcore.api.commands.report import REPORT, list_runs, report, show_run
     from flagcore.api.commands.run import plan_server, run_best
@@ -41,8 +40,7 @@ NAMES = {
     "api.commands.estimate": "estimate",
     "api.commands.explain": "explain explain_candidate explain_like",
     "api.commands.export": "Exported export export_targets",
-    "api.commands.importing": "check_imported read_tree",
-    "api.commands.init": "defaults_of new_spec spec_of_model",
+    "api.commands.importing": "check_imported defaults_of new_spec read_tree spec_of_model",
     "api.inputs": "RUNS LoadedSpec changed_spec specs_by_engine with_limits with_settings",
     "api.jobs": "AT_ONCE estimate_jobs",
     "api.outcome": "Outcome",

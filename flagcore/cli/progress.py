@@ -10,38 +10,29 @@ from flagcore.contracts import Event, OnEvent
 from flagcore.domain.spec import SERVING, objective_value
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
 from flagcore.i18n import N_, _, printable
-from flagcore.report.text import (
-    candidate_text,
-    duration_text,
-    objective_text,
-    reason_text,
-    scaled_text,
-    search_time_text,
-    short_line,
-    state_name,
-)
+from flagcore.report import text as texts
 
 
 def general_lines(event: Event) -> list[str]:
     """Return the lines of an event that do not concern its trial."""
     notes = [_(event.note)] if event.note else []
-    return [search_time_text(event.search_time), *notes] if event.search_time else notes
+    return [texts.search_time_text(event.search_time), *notes] if event.search_time else notes
 
 
 def line(event: Event) -> str:
     """Return an event as one line: trial, result, number of finished trials, remaining time, and best so far."""
     trial, name = event.trial, _name(event.trial)
     if event.kind == "trial_started":
-        candidate = candidate_text(trial.candidate, event.knobs)
+        candidate = texts.candidate_text(trial.candidate, event.knobs)
         return _("{trial} starts: {candidate}", trial=name, candidate=candidate) + _predicted(event)
     if event.kind == "trial_waits":
         return _("{trial} waits: {reason}", trial=name, reason=_(trial.reason or ""))
     measurement = trial.measurement if not trial.state.failed else None
-    result = _step(trial, measurement, event.objective) if measurement else reason_text(trial.reason)
+    result = _step(trial, measurement, event.objective) if measurement else texts.reason_text(trial.reason)
     if trial.state is TrialState.MEASURED and trial.reason:
-        result += f"; {reason_text(trial.reason)}"
+        result += f"; {texts.reason_text(trial.reason)}"
     status = ", ".join(_status(event, event.seconds_left))
-    return f"{name} {state_name(trial.state.value, trial.fidelity)}: {result}  [{status}]"
+    return f"{name} {texts.state_name(trial.state.value, trial.fidelity)}: {result}  [{status}]"
 
 
 def _name(trial: Trial) -> str:
@@ -57,7 +48,7 @@ def _predicted(event: Event) -> str:
         return ""
     value = f"{seconds:.3g} s"
     if event.objective in SERVING:
-        value = objective_text(event.objective, objective_value(event.objective, seconds))
+        value = texts.objective_text(event.objective, objective_value(event.objective, seconds))
     text = ", " + _(N_("expected ~{value}") if event.trial.believed else N_("predicted ~{value}"), value=value)
     short = event.trial.shortened
     if short and short.nodes:
@@ -80,7 +71,7 @@ def _status(event: Event, seconds_left: float | None) -> list[str]:
     """Return the state of a search, the most important parts first, because a terminal may cut it."""
     parts = [_("{done}/{total} trials", done=event.trials_finished, total=event.trials_planned)]
     if seconds_left is not None:
-        parts.append(_("at most ~{time} left", time=duration_text(seconds_left)))
+        parts.append(_("at most ~{time} left", time=texts.duration_text(seconds_left)))
     if event.best and event.best.measurement:
         result = _step(event.best, event.best.measurement, event.objective).split(", ")[0]
         parts.append(_("best {result} (trial {number})", result=result, number=event.best.number))
@@ -90,12 +81,12 @@ def _status(event: Event, seconds_left: float | None) -> list[str]:
 def _step(trial: Trial, measured: Measurement, objective: str) -> str:
     """Return a measurement in a few words. The mark `~` means that it is partly modelled."""
     if measured.figures:
-        return short_line(measured, objective)
+        return texts.short_line(measured, objective)
     mark = "~" if measured.modelled_s is not None else ""
     text = _("{seconds} s/step", seconds=f"{mark}{measured.step_time_s:.3g}")
     if measured.scaled_from is None:
         return text
-    return f"{text} ({scaled_text(measured.scaled_from, trial.shortened)})"
+    return f"{text} ({texts.scaled_text(measured.scaled_from, trial.shortened)})"
 
 
 def live_lines(event: Event, running: Iterable[Event], passed_s: float) -> list[tuple[str, str]]:
@@ -105,17 +96,17 @@ def live_lines(event: Event, running: Iterable[Event], passed_s: float) -> list[
     """
     left = None if event.seconds_left is None else max(event.seconds_left - passed_s, 0.0)
     budget = _status(event, left)[: 1 if left is None else 2]
-    budget.insert(1, _("{time} elapsed", time=duration_text(event.elapsed_s + passed_s)))
+    budget.insert(1, _("{time} elapsed", time=texts.duration_text(event.elapsed_s + passed_s)))
     lines = [(", ".join(budget), "")]
     for start in running:
-        text = f"{_phase(start)}: {start.trial.number}: {candidate_text(start.trial.candidate, start.knobs)}"
+        text = f"{_phase(start)}: {start.trial.number}: {texts.candidate_text(start.trial.candidate, start.knobs)}"
         if start.steps is not None:
             done, total = start.steps()
             text += ", " + _("step {done}/{total}", done=done, total=total)
         lines.append((text + _predicted(start), ""))
     for place, trial in enumerate(event.leaders, start=1):
         result = _step(trial, trial.measurement, event.objective).split(", ")[0] if trial.measurement else "-"
-        text = f"{place}. {result}: {candidate_text(trial.candidate, event.knobs)}"
+        text = f"{place}. {result}: {texts.candidate_text(trial.candidate, event.knobs)}"
         lines.append((text, "green" if trial == event.best else ""))
     return lines
 
@@ -138,10 +129,10 @@ def _share_done(event: Event, passed_s: float) -> float:
 def finished_line(event: Event) -> str:
     """Return the end of a trial with its configuration. For a failure, it contains the reason."""
     trial, measurement = event.trial, event.trial.measurement if not event.trial.state.failed else None
-    configuration = candidate_text(trial.candidate, event.knobs)
-    text = f"{_name(trial)} {state_name(trial.state.value, trial.fidelity)}"
+    configuration = texts.candidate_text(trial.candidate, event.knobs)
+    text = f"{_name(trial)} {texts.state_name(trial.state.value, trial.fidelity)}"
     if measurement is None:
-        return f"{text}: {configuration}: {reason_text(trial.reason) or '-'}"
+        return f"{text}: {configuration}: {texts.reason_text(trial.reason) or '-'}"
     return f"{text}: {_step(trial, measurement, event.objective)}: {configuration}"
 
 

@@ -13,24 +13,8 @@ from flagcore.domain.prediction import Labels
 from flagcore.domain.records import read_prediction
 from flagcore.domain.space import KnobValue
 from flagcore.i18n import N_, _, ngettext
+from flagcore.report import text as texts
 from flagcore.report.formats import NAMES, Notebook, hardware_text, known_columns, render, shown, table, table_columns
-from flagcore.report.text import (
-    assumed_text,
-    bottleneck_text,
-    candidate_columns,
-    funnel,
-    gain_text,
-    heading,
-    interval_text,
-    knob_of,
-    latency_name,
-    nearest_limit,
-    part_name,
-    record_line,
-    search_time_text,
-    values_text,
-    word_of,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +164,7 @@ class Estimate(Notebook):
         return next(each for each in self.candidates if each["recommended"])
 
     def __repr__(self) -> str:
-        line = record_line("recommended", self.recommended, self.knobs)
+        line = texts.record_line("recommended", self.recommended, self.knobs)
         return f"<Estimate on {self.devices} x {self.chip}, {self.counts.candidates:,} candidates; {line}>"
 
     def __str__(self) -> str:
@@ -194,11 +178,11 @@ def estimate_columns(estimate: Estimate) -> dict[str, str]:
     is_served = estimate.objective not in NAMES["training_units"]
     figures = table_columns("predicted_serving" if is_served else "predicted")
     if is_served and estimate.objective not in figures.values():
-        figures = {f"~{heading(estimate.objective)}": "objective.value", **figures}
-    figures |= {f"~{heading(name)}": name for name in estimate.limits if name not in figures.values()}
+        figures = {f"~{texts.heading(estimate.objective)}": "objective.value", **figures}
+    figures |= {f"~{texts.heading(name)}": name for name in estimate.limits if name not in figures.values()}
     figures |= table_columns("served_memory") if is_served else {}
     optional = known_columns(rows, "layouts", "context", "highest", "cost", "last")
-    return {"#": "number", **candidate_columns(rows, estimate.knobs), **figures, **optional}
+    return {"#": "number", **texts.candidate_columns(rows, estimate.knobs), **figures, **optional}
 
 
 def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
@@ -215,15 +199,17 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
     if estimate.expected:
         yield "\n" + estimate.expected, False
     if estimate.assumed:
-        yield "\n" + assumed_text(estimate.assumed), True
-    if bottleneck := bottleneck_text(read_prediction(estimate.recommended)):
+        yield "\n" + texts.assumed_text(estimate.assumed), True
+    if bottleneck := texts.bottleneck_text(read_prediction(estimate.recommended)):
         yield "\n" + bottleneck, False
     names = _("baseline"), _("engine defaults"), _("faster, but without a margin of memory")
     others = zip(names, (estimate.baseline, estimate.defaults, estimate.crowded), strict=True)
-    lines = [", ".join([record_line(n, each, estimate.knobs), *_missed(estimate, each)]) for n, each in others if each]
+    lines = [
+        ", ".join([texts.record_line(n, each, estimate.knobs), *_missed(estimate, each)]) for n, each in others if each
+    ]
     if estimate.gain and estimate.gain > 0.0:
-        lines[0] += "; " + _("recommended: {gain}", gain="~" + gain_text(estimate.objective, estimate.gain))
-    yield "\n" + "\n".join(lines) + "\n\n" + funnel(estimate.counts), False
+        lines[0] += "; " + _("recommended: {gain}", gain="~" + texts.gain_text(estimate.objective, estimate.gain))
+    yield "\n" + "\n".join(lines) + "\n\n" + texts.funnel(estimate.counts), False
     if estimate.mixing:
         yield "\n" + mixing_text(estimate.mixing, estimate.knobs, estimate.recommended["candidate"]), True
     if runs := estimate.published[:SHOWN_RUNS]:
@@ -236,14 +222,14 @@ def _notes(estimate: Estimate) -> Iterator[str]:
     """Yield how far an estimate can be trusted, and how long a search takes. Texts may be empty."""
     yield _ceiling_text(estimate)
     yield "\n" + _("Predicted {for_what}.", for_what=estimate.runs)
-    interval = interval_text(estimate.recommended, estimate.objective)
+    interval = texts.interval_text(estimate.recommended, estimate.objective)
     if not estimate.expected_s:  # one interval for one figure
         yield interval
     if interval and estimate.unmodelled:
         text = N_("The interval is wider because of settings that are not predicted: {names}.")
         yield _(text, names=", ".join(estimate.unmodelled))
     if estimate.search:
-        yield "flag tune: " + search_time_text(estimate.search)
+        yield "flag tune: " + texts.search_time_text(estimate.search)
     if estimate.untimed:
         yield ngettext(
             "{count:,} candidate of {total:,} has no predicted time, and is listed last: {reason}.",
@@ -262,7 +248,7 @@ def published_table(runs: Sequence[PublishedRun]) -> str:
     rows = []
     for each in runs:
         figures = map(shown, (each.measured, each.predicted, each.mfu))
-        rows.append([each.run, values_text(each.candidate, each.knobs), *figures, each.source])
+        rows.append([each.run, texts.values_text(each.candidate, each.knobs), *figures, each.source])
     return table([_("run"), _("candidate"), "tok/s/dev", "~tok/s/dev", "mfu", _("source")], rows)
 
 
@@ -282,7 +268,9 @@ def _ceiling_text(estimate: Estimate) -> str:
 
 def _missed(estimate: Estimate, record: Mapping[str, Any]) -> list[str]:
     limits, figures = estimate.limits, flat_statistics(record)
-    return [_("{name} too high", name=latency_name(name)) for name in limits if figures.get(name, 0.0) > limits[name]]
+    return [
+        _("{name} too high", name=texts.latency_name(name)) for name in limits if figures.get(name, 0.0) > limits[name]
+    ]
 
 
 def _candidates_table(estimate: Estimate) -> str:
@@ -294,7 +282,7 @@ def _candidates_table(estimate: Estimate) -> str:
     marks = (
         {
             "number": f"{each['number']:>{width}}{'*' * each['recommended']}",
-            "candidate": {n: word_of(knob_of(n, estimate.knobs), v) for n, v in each["candidate"].items()},
+            "candidate": {n: texts.word_of(texts.knob_of(n, estimate.knobs), v) for n, v in each["candidate"].items()},
         }
         for each in rows
     )
@@ -304,7 +292,7 @@ def _candidates_table(estimate: Estimate) -> str:
 def _recommended_text(estimate: Estimate) -> str:
     """Return why the marked candidate is recommended."""
     best = estimate.recommended
-    nearest = nearest_limit(flat_statistics(best), estimate.limits)
+    nearest = texts.nearest_limit(flat_statistics(best), estimate.limits)
     limit = "; " + _("nearest limit: {limit}", limit=nearest[0]) if nearest else ""
     if not estimate.behind > 0.0:
         if not estimate.crowded and (estimate.gain or 0.0) < 0.0 and "slo" not in estimate.baseline:
@@ -333,7 +321,7 @@ def probed_text(number: int | None, probed: Mapping[str, Any], knobs: Knobs) -> 
     extrapolated = [each["microbatches"] for each in measured if each["microbatches_run"] < each["microbatches"]]
     lines += [_("Times are extrapolated to {count} micro-batches.", count=count) for count in extrapolated[:1]]
     names = {"predicted": _("predicted"), "combined": _("with probe")}
-    lines += [record_line(prefix + name, {**probed, **probed[key]}, knobs) for key, name in names.items()]
+    lines += [texts.record_line(prefix + name, {**probed, **probed[key]}, knobs) for key, name in names.items()]
     return "\n".join(lines)
 
 
@@ -353,7 +341,7 @@ def mixing_text(mixing: Mixing, knobs: Knobs, recommended: Mapping[str, KnobValu
     for name, each in plans:
         figures = map(shown, (each.devices, each.step_time_s, each.tokens_per_second))
         name += "*" * (each.candidate == recommended) + (f": {_(each.last)}" if each.last else "")
-        rows.append([name, each.chips, *figures, values_text(each.candidate, knobs)])
+        rows.append([name, each.chips, *figures, texts.values_text(each.candidate, knobs)])
     if len(mixing.alone) > 1:
         devices = sum(each.devices for each in mixing.alone)
         rows.append([_("sum of single chips"), "-", str(devices), "-", shown(mixing.sum_alone), "-"])
@@ -409,4 +397,4 @@ def verdict(mixing: Mixing) -> str:
 def _loss(plan: ChipPlan) -> str:
     """Return the chips of a plan and the largest part of its step besides compute."""
     share, name = max((seconds / plan.step_time_s, name) for name, seconds in plan.time.items() if name != "compute_s")
-    return f"{plan.chips} {_(part_name(name))} ~{share:.0%}"
+    return f"{plan.chips} {_(texts.part_name(name))} ~{share:.0%}"

@@ -11,24 +11,12 @@ from flagcore.domain.plan import DAY
 from flagcore.domain.spec import figure_name, objective_value, seconds
 from flagcore.domain.trial import ESTIMATE, RUN, Measurement, Trial, TrialState
 from flagcore.i18n import N_, _, ngettext
+from flagcore.report import text as texts
 from flagcore.report.blocks import Block, Cell, Facts, Table, Text, cell, table
 from flagcore.report.explanation import causes_text, differences_text, figure_pairs
 from flagcore.report.formats import NAMES, shown, size_text
 from flagcore.report.result import notes_of, number
 from flagcore.report.run import Record, RunData, measured_s, served
-from flagcore.report.text import (
-    answers_text,
-    at_load,
-    duration_text,
-    figures_text,
-    gain_text,
-    limits_text,
-    nearest_limit,
-    noise_warnings,
-    reason_text,
-    scaled_text,
-    state_name,
-)
 
 MIN_DAYS = 2
 """Jobs that take fewer days are shown in hours, minutes or seconds."""
@@ -44,7 +32,7 @@ def answer(run: RunData) -> list[Block]:
         blocks += [Text(line, warning=True) for line in f"{'; '.join(_why_no_best(run))}.".splitlines()]
         listed = [each for each in run.trials if each.number in run.listed]
         rows = [
-            [run.cell(each), run.state_text(each), run.broken_limits(each) or reason_text(each.reason) or None]
+            [run.cell(each), run.state_text(each), run.broken_limits(each) or texts.reason_text(each.reason) or None]
             for each in listed
         ]
         return blocks + ([table(_("Reasons"), [_("trial"), _("state"), _("reason")], rows)] if rows else [])
@@ -94,7 +82,7 @@ def _why_no_best(run: RunData) -> list[str]:
             "{count} trial, not within the limits {limits}",
             "{count} trials, none within the limits {limits}",
             count,
-            limits=limits_text(run.limits),
+            limits=texts.limits_text(run.limits),
         )
     if closest is not None:
         values, reason = run.configuration(closest), run.broken_limits(closest)
@@ -115,8 +103,8 @@ def _failures(run: RunData) -> Iterator[str]:
             "{part} of {count} trials ended as '{state}': {reason} (logs in {folder})",
             part=count,
             count=len(run.trials),
-            state=state_name(first.state.value),
-            reason=reason_text(first.reason),
+            state=texts.state_name(first.state.value),
+            reason=texts.reason_text(first.reason),
             folder=Path(run.folder_name, first.log).parent,
         )
 
@@ -166,13 +154,13 @@ def _speed(run: RunData, best: Trial) -> Cell:
     elif count == 1:
         note = _("(ran once)")
     text = "-" if value is None else f"{shown(value)} {run.unit}"
-    return Cell(_mark(run) + at_load(text, load), value, note=note)
+    return Cell(_mark(run) + texts.at_load(text, load), value, note=note)
 
 
 def _facts(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
     measured, predicted = run.measured(best), best.predicted
     if run.serves and measured:
-        yield _("Also measured"), Cell(figures_text(measured, run.objective))
+        yield _("Also measured"), Cell(texts.figures_text(measured, run.objective))
     if not run.serves:
         yield _("Step time"), _step(run, best)
     own_bytes = measured.device_used_bytes if measured else None
@@ -181,12 +169,12 @@ def _facts(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
         approximate, capacity = "~" if own_bytes is None else "", predicted.capacity_bytes if predicted else None
         limit = "" if capacity is None else f" / {size_text(capacity)}"
         yield _("Device memory in use"), Cell(f"{approximate}{size_text(used)}{limit}", used / 2**30)
-    if answers := answers_text(best, run.baseline):
+    if answers := texts.answers_text(best, run.baseline):
         yield _("Checked"), Cell(answers)
     if run.limits:
-        yield _("Within latency limits"), Cell(limits_text(run.limits))
+        yield _("Within latency limits"), Cell(texts.limits_text(run.limits))
         if measured:
-            if nearest := nearest_limit(measured.figures, run.limits):
+            if nearest := texts.nearest_limit(measured.figures, run.limits):
                 yield _("Nearest limit"), Cell(*nearest)
             yield _("Without the limits"), Cell(_fastest_without_limits(run, best))
     source = f"{_(NAMES['trials_made'][run.fidelity])}, {_(NAMES['row'][run.fidelity])} {best.number}"
@@ -198,7 +186,7 @@ def _cost(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
     cost = (run.data.get("best") or {}).get("cost") or {}
     mark = _mark(run) if best.measurement else "~"
     if days := cost.get("planned_days"):
-        text = _("{days} days", days=shown(days)) if days >= MIN_DAYS else duration_text(days * DAY)
+        text = _("{days} days", days=shown(days)) if days >= MIN_DAYS else texts.duration_text(days * DAY)
         price = cost.get("planned_cost")
         total = "" if price is None else ", " + _("cost {cost}", cost=shown(price))
         yield _("Planned steps"), Cell(f"{mark}{text}{total}", days)
@@ -225,7 +213,7 @@ def _step(run: RunData, best: Trial) -> Cell:
 def _origin(best: Trial, step: Measurement, *, has_interval: bool) -> str:
     """Return what a step time was derived from, or else its spread if it has no interval, to be appended to it."""
     if step.scaled_from is not None:
-        return ", " + scaled_text(step.scaled_from, best.shortened)
+        return ", " + texts.scaled_text(step.scaled_from, best.shortened)
     if step.modelled_s is not None:
         modelled = N_("of which ~{seconds} s are predicted communication and waiting")
         return ", " + _(modelled, seconds=shown(step.modelled_s))
@@ -248,7 +236,7 @@ def _gain(run: RunData, best: Trial) -> Cell:
             text = N_("the baseline is the best: no other candidate was measured")
         return Cell(_(text), run.gain)
     value, low, high = (
-        _mark(run) + gain_text(run.objective, each) for each in (speedup.value, speedup.low, speedup.high)
+        _mark(run) + texts.gain_text(run.objective, each) for each in (speedup.value, speedup.low, speedup.high)
     )
     note, count = f"({value})" if not speedup.significant else "", len(speedup.rounds)
     if speedup.low < speedup.high:
@@ -269,7 +257,7 @@ def _why_unknown(run: RunData, baseline: Trial, values: str) -> str:
         text = N_("unknown: the best or the baseline ({baseline}) has no measurement of whole steps")
         return _(text, baseline=values)
     does_not_fit = run.fidelity == ESTIMATE and baseline.predicted is not None and baseline.predicted.fits is False
-    state_text = _("predicted not to fit") if does_not_fit else state_name(baseline.state.value)
+    state_text = _("predicted not to fit") if does_not_fit else texts.state_name(baseline.state.value)
     return _("unknown: state of the baseline ({baseline}): {state}", baseline=values, state=state_text)
 
 
@@ -290,7 +278,7 @@ def _fastest_without_limits(run: RunData, best: Trial) -> str:
     return _(
         "trial {number} reached {value} ({reason})",
         number=trial.number,
-        value=at_load(f"{shown(objective_value(run.objective, step))} {run.unit}", load),
+        value=texts.at_load(f"{shown(objective_value(run.objective, step))} {run.unit}", load),
         reason=_exceeded(run, point) or _("exceeded the limits when repeated"),
     )
 
@@ -314,7 +302,7 @@ def _uncertainty_notes(run: RunData, best: Trial) -> Iterator[Text]:
     ]
     if once and run.fidelity != ESTIMATE:
         yield Text(_("Faster, but not compared, because it ran once: {trials}.", trials="; ".join(once)))
-    yield from (Text(text, warning=True) for text in noise_warnings(run))
+    yield from (Text(text, warning=True) for text in texts.noise_warnings(run))
     if run.limits and run.fastest is not None and run.fastest.number != best.number:
         yield Text(_("Trial {number} is faster, but not within the latency limits.", number=run.fastest.number))
 

@@ -20,8 +20,8 @@ from flagcore.tuner.parallel import Hosts, Parallelism
 from flagcore.tuner.problem import with_learned
 from flagcore.tuner.search_state import min_repeats
 from flagcore.tuner.shorten import shortened_steps
-from flagcore.tuner.stages.compare import compare
 from flagcore.tuner.stages.learn import learn
+from flagcore.tuner.stages.measure import compare
 from flagcore.tuner.stages.predict import predict_stage_layers, with_figures
 from flagcore.tuner.stages.prune import prune_by_trials
 from flagcore.tuner.stages.rank import search_context, untried

@@ -21,7 +21,7 @@ from flagcore import api
 from flagcore.cli import main
 from flagcore.plugins import kind_of
 from tests import tasks
-from tests.launchers.processes import marked, within
+from tests.checks import marked, within
 
 FLAG = (sys.executable, "-c", "from flagcore.cli import main; main()")
 MODEL = {

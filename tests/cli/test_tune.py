@@ -24,9 +24,8 @@ from flagcore import api
 from flagcore.cli import options
 from flagcore.cli.main import OWN
 from flagcore.plugins import ENGINES, IMPORTERS, find_engine, importer, names
-from tests.checks import books_balance, check_kept_once
+from tests.checks import books_balance, check_kept_once, within
 from tests.cli.conftest import BEST, FLAG, SPACE, Flag, Project, Ran
-from tests.launchers.processes import within
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]
 

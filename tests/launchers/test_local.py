@@ -21,9 +21,8 @@ from flagcore.errors import LaunchError
 from flagcore.launchers import guard
 from flagcore.launchers.local import LAUNCHER, LocalRunning
 from flagcore.launchers.network import free_port
-from tests.checks import given
-from tests.launchers.processes import MARK, ended, family, within
-from tests.launchers.processes import marked as marked_processes
+from tests.checks import TEST_MARK, ended, family, given, within
+from tests.checks import marked as marked_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
@@ -65,7 +64,7 @@ class Marked:
 
     def __init__(self) -> None:
         self.word = uuid.uuid4().hex
-        self.environment = {MARK: self.word}
+        self.environment = {TEST_MARK: self.word}
 
     def alive(self) -> set[int]:
         return marked_processes(self.word)

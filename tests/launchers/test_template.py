@@ -17,7 +17,7 @@ import pytest
 from flagcore.domain.launch import Exit, Launch
 from flagcore.launchers import guard
 from flagcore.launchers.local import LocalLauncher, LocalRunning
-from tests.launchers.processes import MARK, ended, family, marked, within
+from tests.checks import TEST_MARK, ended, family, marked, within
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]
 
@@ -77,7 +77,7 @@ class Warm:
 
     def __init__(self, folder: Path) -> None:
         self.launcher, self.folder, self.count = LocalLauncher(), folder, 0
-        self.environment = {MARK: uuid.uuid4().hex, "PYTHONPATH": str(folder)}
+        self.environment = {TEST_MARK: uuid.uuid4().hex, "PYTHONPATH": str(folder)}
         self.program()
 
     def program(self, ready: str = "pass") -> None:
@@ -107,7 +107,7 @@ class Warm:
         return int(self.printed)
 
     def alive(self) -> set[int]:
-        return marked(self.environment[MARK])
+        return marked(self.environment[TEST_MARK])
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from extras.flagscale.tests import accounting
 from flagcore.cli.main import flag
-from tests.product.doc_pages import BLOCKS, ROOT, TEXT, Block
+from tests.product.block_checks import BLOCKS, ROOT, TEXT, Block
 
 RECIPE = ROOT / "extras" / "bridge" / "tests" / "configs" / "llama3_8b.yaml"
 TREES = ("conf", "examples/my-model/conf")

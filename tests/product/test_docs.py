@@ -21,7 +21,7 @@ from docs.site import cli_page, generate, vendor_pages
 from flagcore import errors
 from flagcore.cli.main import OWN, flag, others
 from flagcore.plugins import ENGINES, find_engine, names
-from tests.product.doc_pages import FENCE, PAGES, ROOT, TEXT, prose
+from tests.product.block_checks import FENCE, PAGES, ROOT, TEXT, prose
 
 REFERENCE = TEXT["docs/cli.md"]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

@@ -21,7 +21,7 @@ from flagcore_testing.examples import FOREIGN_CHIP, task_on
 from flagcore_vendorkit.engines import Quirks
 
 from docs.site import vendor_pages
-from docs.site.docstrings import HOOKS as SPECS
+from docs.site.tables import HOOKS as SPECS
 from flagcore.contracts import Engine
 from flagcore.domain.cluster import NodeGroup
 from flagcore.plugins import ENGINES, LoadedPlugins, names

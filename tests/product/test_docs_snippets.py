@@ -26,8 +26,7 @@ from flagcore.cli.main import flag
 from flagcore.domain.spec import TrainSpec
 from flagcore.plugins import engines, kinds
 from flagcore.spec.convert import engines_of, parse_spec, select_engine
-from tests.product.block_checks import SHOWN
-from tests.product.doc_pages import BLOCKS, ROOT, TEXT, Block, blocks_of
+from tests.product.block_checks import BLOCKS, ROOT, SHOWN, TEXT, Block, blocks_of
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ from flagcore.physics.roofline import PlainMemory
 from flagcore.tuner.devices import parallel_probe_ranks
 from flagcore.tuner.probe import combine, probe
 from tests import tasks
-from tests.launchers.processes import within
+from tests.checks import within
 
 METRICS = json.dumps({"step_s": 1.0, "loss": 1.0, "effective": {}}) + "\n"
 TASK = tasks.task(devices=4)

@@ -3,7 +3,7 @@
 SDK = (
     "importing.arguments",
     "mixed.hetero",
-    "program.unmodelled",
+    "program.user_command",
     "space.knobs",
     "space.meshes",
     "space.split",

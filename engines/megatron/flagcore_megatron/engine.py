@@ -22,12 +22,13 @@ from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Launch, Start
 from flagcore.domain.model import Model
-from flagcore.domain.prediction import Components, ModelPart, Passes, Predictions
+from flagcore.domain.prediction import Components, Labels, ModelPart, Passes, Predictions
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, ImportNote, SettingValue, Spec, Task
 from flagcore.domain.trial import Answers, Measurement
 from flagcore.domain.work import Work
 from flagcore.i18n import N_, _
+from flagcore.spec.plain_data import package_yaml
 from flagcore_megatron import predict as prediction
 from flagcore_megatron import reading, start
 from flagcore_megatron.command import checks
@@ -35,7 +36,7 @@ from flagcore_megatron.mixed.planner import notes as mesh_notes
 from flagcore_megatron.mixed.planner import values_alone
 from flagcore_megatron.mixed.planner import with_meshes as with_planned_meshes
 from flagcore_megatron.mixed.rules import merges_with_meshes, with_meshes
-from flagcore_megatron.program.unmodelled import unmodelled
+from flagcore_megatron.program.user_command import unmodelled
 from flagcore_megatron.space import knobs, meshes, options, production
 from flagcore_megatron.space import rules as legality
 from flagcore_megatron.space.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
@@ -43,6 +44,16 @@ from flagcore_megatron.space.meshes import CP, DP, EP, MICROBATCHES, PP, SP, TP
 from flagcore_megatron.space.rules import DIST_OPT, RECOMPUTE, settings_with_rules
 from flagcore_megatron.space.split import SPLIT
 from flagcore_megatron.start import MegatronProbes
+
+LABELS = Labels(
+    components=package_yaml(__package__, "components.yaml"),
+    measured_parts={"forward_backward_s": N_("forward and backward"), "optimizer_s": N_("optimizer")},
+    memory_line=(
+        "Theoretical memory footprints: weight and optimizer={static_mb:.2f} MB, "
+        "activation={activation_mb:.2f} MB, total={total_mb:.2f} MB"
+    ),
+)
+"""Names of the parts of a prediction in tables. `memory_line` has the format of Megatron-LM's own memory report."""
 
 
 class MegatronBounds(Bounds):
@@ -60,7 +71,7 @@ class MegatronBounds(Bounds):
 class MegatronPlans(Plans):
     """Plans as production jobs run: with settings of published recipes, on meshes of several node groups."""
 
-    labels = prediction.LABELS
+    labels = LABELS
 
     def read_flags(self, text: str, spec: Spec) -> tuple[str, Mapping[str, SettingValue], Sequence[str]]:
         from flagcore_megatron.importing.command import read_flags  # other commands do not need it

@@ -22,12 +22,10 @@ from flagcore.contracts import Costs
 from flagcore.domain.chip import ASSUMED_NETWORK_RANGE
 from flagcore.domain.knob import in_versions
 from flagcore.domain.model import Layer
-from flagcore.domain.prediction import Labels, ModelPart, Passes, Predictions, RankPrediction
+from flagcore.domain.prediction import ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore.domain.work import PACKED
-from flagcore.i18n import N_
-from flagcore.spec.plain_data import package_yaml
 from flagcore_megatron.layers.fastest import fit_splits, split_layers
 from flagcore_megatron.layers.partition import leading_layers
 from flagcore_megatron.program.user_command import implementation_of_command
@@ -420,17 +418,6 @@ def _interval(
     if not is_packed and not (train.options.routing_spread and train.model.experts):
         return np.exp(-low), np.exp(high)
     return np.minimum(np.exp(-low), NATURAL_INTERVAL[0]), np.maximum(np.exp(high), NATURAL_INTERVAL[1])
-
-
-LABELS = Labels(
-    components=package_yaml(__package__, "components.yaml"),
-    measured_parts={"forward_backward_s": N_("forward and backward"), "optimizer_s": N_("optimizer")},
-    memory_line=(
-        "Theoretical memory footprints: weight and optimizer={static_mb:.2f} MB, "
-        "activation={activation_mb:.2f} MB, total={total_mb:.2f} MB"
-    ),
-)
-"""Names of the parts of a prediction in tables. `memory_line` has the format of Megatron-LM's own memory report."""
 
 
 def model_parts(task: Task) -> tuple[ModelPart, ...]:

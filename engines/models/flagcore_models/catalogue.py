@@ -16,9 +16,8 @@ from flagcore.spec.plain_data import read_mapping, spec_error
 from flagcore.spec.validate import checked
 from flagcore_models.config import model_of_config
 from flagcore_models.gguf import gguf_shape, with_layers
-from flagcore_models.keys import MODELS, context_of, section_of
+from flagcore_models.keys import MODELS, context_of, format_of_weights, is_mxfp4, section_of
 from flagcore_models.public import find_public, public_models, public_name, similar_models
-from flagcore_models.quantized import format_of_weights, is_mxfp4
 
 __all__ = ["of_keys", "public_model", "public_name", "read", "similar_models", "table"]
 

@@ -18,20 +18,9 @@ from flagcore.loading.entry_points import installed, load_checked, subclass_of
 from flagcore.spec.plain_data import KeyPath, spec_error
 from flagcore.spec.shapes import check_model
 from flagcore.spec.validate import checked, located
-from flagcore_models.keys import (
-    ALIASES,
-    FAMILIES,
-    KINDS,
-    MIXERS,
-    NAMES,
-    given_keys,
-    keys_of_family,
-    section_of,
-    unread_keys,
-)
+from flagcore_models import keys as config_keys
 from flagcore_models.layers import attention_of, network_of
-from flagcore_models.mixers.attention import Attention
-from flagcore_models.mixers.indexer import Indexer
+from flagcore_models.mixers.attention import Attention, Indexer
 
 FULL, WINDOW = "full_attention", "sliding_attention"
 """The names of the kinds of layers in models that do not list their layers."""
@@ -57,7 +46,9 @@ class Config(BaseModel):
         frozen=True,
         allow_inf_nan=False,
         alias_generator=AliasGenerator(
-            validation_alias=lambda name: AliasChoices(name, *(key for key, meant in ALIASES.items() if meant == name))
+            validation_alias=lambda name: AliasChoices(
+                name, *(key for key, meant in config_keys.ALIASES.items() if meant == name)
+            )
         ),
     )
 
@@ -300,8 +291,8 @@ class Config(BaseModel):
         """
         if kind not in ("attention", "window", "pieces", INDEXED):
             return _mixer(kind, keys)
-        table = MIXERS["window" if kind == "window" else "attention"]
-        own: dict[str, Any] = {key: found[0][1] for key in table if (found := given_keys(keys, table[key]))}
+        table = config_keys.MIXERS["window" if kind == "window" else "attention"]
+        own: dict[str, Any] = {key: found[0][1] for key in table if (found := config_keys.given_keys(keys, table[key]))}
         if kind == INDEXED and (indexer := self._indexer(shares=shares)):
             own["indexer"] = indexer
         if kind in ("window", "pieces"):
@@ -380,7 +371,7 @@ class Config(BaseModel):
 
 def _mixer(name: str, keys: Mapping[str, Any]) -> Mixer:
     """Return the mixer `name` of MIXERS with the sizes that the keys of a config.json give. Raises SpecError."""
-    table = MIXERS.get(name, {})
+    table = config_keys.MIXERS.get(name, {})
     kind, sizes = mixer_class(table.get("class", name)), dict[str, int]()
     if kind is None:
         problem = "has kinds of layers that no installed package describes"
@@ -388,7 +379,7 @@ def _mixer(name: str, keys: Mapping[str, Any]) -> Mixer:
         raise spec_error("layer_types", problem, value=name, fix=fix)
     for field in fields(kind):
         names = table.get(field.name, [])
-        names, found = names if isinstance(names, list) else [names], given_keys(keys, names)
+        names, found = names if isinstance(names, list) else [names], config_keys.given_keys(keys, names)
         if not found and field.default is MISSING:
             problem = f"is missing, but the model has layers with {kind.label}"
             raise spec_error((names or [field.name])[0], problem, fix="give its size")
@@ -410,19 +401,19 @@ def mixer_class(name: str) -> type[Mixer] | None:
 def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model:
     """Return the model that a config.json describes, or the text model of a multimodal one. Raises SpecError."""
     path: KeyPath = ()
-    config = section_of(config, "thinker_config") or config
+    config = config_keys.section_of(config, "thinker_config") or config
     whole, kind = config, config.get("model_type")
-    if inner := section_of(config, "text_config"):
+    if inner := config_keys.section_of(config, "text_config"):
         outer = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
         config, path = {**inner, **outer}, ("text_config",)
         kind = config.get("model_type", kind)
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    family = config_keys.FAMILIES.get(kind) if isinstance(kind, str) else None
     own = family or {}
     try:
-        read = keys_of_family(config, family)
-        kinds = {**KINDS, **own.get("kinds", {})}
+        read = config_keys.keys_of_family(config, family)
+        kinds = {**config_keys.KINDS, **own.get("kinds", {})}
         known = checked(Config, read)
-        unread = [*unread_keys(whole, {*read, *own.get("renamed", {})}), *known.unread(kinds)]
+        unread = [*config_keys.unread_keys(whole, {*read, *own.get("renamed", {})}), *known.unread(kinds)]
         unread += [("model_type", str(kind))] if family is None else []
         try:
             model = known.model(kinds, read, name)
@@ -433,7 +424,7 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
             unread.append(("layer_types", ", ".join(sorted({*known.layer_names()}))))
             model = known.model(kinds, read, name)
         model = replace(model, family=str(kind or ""), unread=tuple(dict(unread).items()))
-        check_model(model, NAMES)
+        check_model(model, config_keys.NAMES)
     except SpecError as error:
         found = error
     else:
@@ -443,6 +434,6 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
 
 def _as_written(error: SpecError, config: Mapping[str, Any]) -> SpecError:
     """Return an error with the key that `config` has in place of its usual name."""
-    written = [key for key in config if error.key == ALIASES.get(key, key) and config[key] is not None]
+    written = [key for key in config if error.key == config_keys.ALIASES.get(key, key) and config[key] is not None]
     key = error.key if error.key in (*written, "") else next(iter(written), error.key)
     return spec_error(key, error.problem, value=error.value, fix=error.fix, file=error.file)

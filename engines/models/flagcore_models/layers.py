@@ -12,15 +12,13 @@ from functools import lru_cache
 from typing import Any
 
 from flagcore.domain.model import Layer, Mixer, Model, Network, Part, Product
-from flagcore_models.mixers.attention import Attention
-from flagcore_models.mixers.indexer import Indexer
+from flagcore_models.mixers.attention import Attention, Indexer
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_models.networks.dense import Dense
 from flagcore_models.networks.experts import Experts
 from flagcore_models.parts.depth import Depth
-from flagcore_models.parts.layer_embeddings import LayerEmbeddings
 from flagcore_models.parts.norm import Norm, Streams
-from flagcore_models.parts.tables import Embedding, Head
+from flagcore_models.parts.tables import Embedding, Head, LayerEmbeddings
 
 
 def attention_of(model: Model, **changes: Any) -> Attention:

@@ -13,8 +13,7 @@ from typing import Any
 from flagcore.errors import SpecError
 from flagcore.spec.models import absolute_model, model_from
 from flagcore.spec.plain_data import Notes, package_yaml, parse_yaml, read_mapping
-from flagcore_models.keys import Table, section_of
-from flagcore_models.quantized import format_of_weights
+from flagcore_models.keys import Table, format_of_weights, section_of
 
 _NAMES = package_yaml(__package__, "names.yaml")
 FORMATS, _SAME_SHAPE = _NAMES["formats"], _NAMES["same_shape"]

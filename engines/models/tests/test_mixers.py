@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from flagcore_models import config as model_config
+from flagcore_models import keys
 from flagcore_models.config import mixer_class, model_of_config
 from flagcore_models.layers import attention_counts, network_counts, other_mixers
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
@@ -69,7 +70,7 @@ def test_the_guide_adds_a_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None
     exec(blocks["python"], names)
     assert blocks["toml"] == '[project.entry-points."flagcore.mixers"]\necho = "my_package.echo:Echo"\n'
     for table, added in zip(("FAMILIES", "KINDS", "MIXERS"), yaml.safe_load_all(blocks["yaml"]), strict=True):
-        monkeypatch.setattr(model_config, table, {**getattr(model_config, table), **added})
+        monkeypatch.setattr(keys, table, {**getattr(keys, table), **added})
     added_class = {"echo": names["Echo"]}.get
     monkeypatch.setattr(model_config, "mixer_class", lambda name: added_class(name) or mixer_class(name))
     model = model_of_config({**NEXT, "model_type": "echo_model", "layer_types": ["echo"] * 48}, name="echo", file="")

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from flagcore_models import catalogue, keys, public
 from flagcore_models.gguf import context_length, gguf_shape
+from flagcore_models.keys import format_of_weights
 from flagcore_models.layers import (
     attention_by_size,
     attention_counts,
@@ -21,7 +22,6 @@ from flagcore_models.layers import (
 )
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.latent_attention import LatentAttention
-from flagcore_models.quantized import format_of_weights
 
 from flagcore.domain.model import Model
 from flagcore.errors import SpecError

@@ -36,8 +36,7 @@ from flagcore.spec.plain_data import package_yaml
 from flagcore_rl import commands, importing
 from flagcore_rl.commands import dialect_of
 from flagcore_rl.importing import Reading
-from flagcore_rl.job import RlSpec, job_of
-from flagcore_rl.lengths import tokens_of
+from flagcore_rl.job import RlSpec, job_of, tokens_of
 from flagcore_rl.predict import Framework, predict
 from flagcore_rl.roles import DEVICES, ROLLOUT, STALENESS, THREADS, engine_of, keys_of, serve_task, train_task
 from flagcore_rl.rules import EP, PP, RDP, RTP, TP, rules

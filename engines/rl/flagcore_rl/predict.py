@@ -27,8 +27,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Columns, FloatArray, KnobValue
 from flagcore.domain.spec import Adapter, Task
 from flagcore_rl import roles
-from flagcore_rl.job import RlSpec, job_of
-from flagcore_rl.lengths import packs, tokens_of
+from flagcore_rl.job import RlSpec, job_of, packs, tokens_of
 
 FORWARD = 1.0 / 3.0
 """The share of a forward pass in a step without recompute: backward computes two products for each of forward."""

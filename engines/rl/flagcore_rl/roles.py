@@ -18,8 +18,7 @@ from flagcore.domain.cluster import Cluster
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Adapter, SettingValue, Task, TrainSpec
 from flagcore.errors import SpecError
-from flagcore_rl.job import job_of
-from flagcore_rl.lengths import requests_of
+from flagcore_rl.job import job_of, requests_of
 
 ROLLOUT = "rollout_"
 ROLLOUTS = ("vllm", "sglang")

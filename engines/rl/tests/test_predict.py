@@ -14,8 +14,7 @@ import yaml
 from flagcore_importers.command import read_command
 from flagcore_rl.commands import on_all_nodes
 from flagcore_rl.engine import NEMO_RL
-from flagcore_rl.job import Lengths
-from flagcore_rl.lengths import quantiles
+from flagcore_rl.job import Lengths, quantiles
 from flagcore_rl.predict import batches
 
 from flagcore import api

@@ -156,7 +156,7 @@ def _check_answers(profile: ProfileSection, figures: Iterable[str]) -> None:
 
 
 def _stored_format(weights: Path) -> str | None:
-    from flagcore_models.quantized import format_of_weights
+    from flagcore_models.keys import format_of_weights
 
     path = weights / "config.json" if weights.is_dir() else weights
     with suppress(SpecError):

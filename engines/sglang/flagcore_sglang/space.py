@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 import numpy as np
 from flagcore_importers.programs import release, strip_dashes
+from flagcore_models.keys import has_fp8_cache
 from flagcore_models.layers import attention_counts, latent_layers, mixer_counts, state_bytes
 from flagcore_models.mixers.compressed_attention import CompressedAttention
 from flagcore_models.mixers.latent_attention import LatentAttention
-from flagcore_models.quantized import has_fp8_cache
 from flagcore_serving.job import EngineArg
 from flagcore_serving.space import adapters, knobs
 from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from flagcore_models.catalogue import public_model
 from flagcore_models.config import model_of_config
+from flagcore_models.mixers.attention import Indexer
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
-from flagcore_models.mixers.indexer import Indexer
 from flagcore_serving.space.placement import instance_kinds
 from flagcore_sglang.engine import ENGINE as ENGINE
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from flagcore_importers.dialect import SUFFIXES
-from flagcore_models.layers import attention_counts, head_of, layer_counts, product_counts, table_products
+from flagcore_models.layers import attention_counts, head_of, table_products
 from flagcore_training.adapters import as_noted
 from flagcore_training.commands import parse
 from flagcore_training.frameworks import framework_of, kept_framework, reading, refuse_trials
@@ -25,7 +25,6 @@ from flagcore.contracts import Commands, Costs, Engine, Platform, Published
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Launch, Start
-from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Candidate, Columns, FloatArray, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import Spec, Task
@@ -36,7 +35,7 @@ from flagcore_trainers import framework, start
 from flagcore_trainers.fully_shard import AC
 from flagcore_trainers.fully_shard.memory import LOSS_BYTES
 from flagcore_trainers.fully_shard.traffic import INTERVAL, with_torch_attention
-from flagcore_trainers.fully_shard.weights import small_weights
+from flagcore_trainers.fully_shard.weights import modules_of_layers, small_weights
 from flagcore_trainers.importing import DEEPSPEED as DEEPSPEED_SETTINGS
 from flagcore_trainers.importing import MICRO as MICRO_FLAG
 from flagcore_trainers.importing import MICRO_KEY, Imported, check_sizes, effects_of_deepspeed, spec_of_deepspeed
@@ -298,10 +297,12 @@ class DeepSpeed(Trainer):
 
     def published(self, task: Task, values: Mapping[str, KnobValue], notes: str) -> Published:
         task, noted = as_noted(task, notes)
-        return Published(task, dict(values), noted, [*length_warnings(task.spec.train, noted), *_one_by_one(task)])
+        return Published(
+            task, dict(values), noted, [*length_warnings(task.spec.train, noted), *framework.expert_warnings(task)]
+        )
 
     def task_warnings(self, task: Task) -> Sequence[str]:
-        lines = [*super().task_warnings(task), *_one_by_one(task), *framework.loss_warnings(task)]
+        lines = [*super().task_warnings(task), *framework.expert_warnings(task), *framework.loss_warnings(task)]
         device = lookup(self.content(task.spec), "zero_optimization.offload_optimizer.device")
         if device in ("cpu", "nvme") or "cpu" in task.spec.space.get(OFFLOAD, ()):
             text = N_("with the optimizer on the host, memory may be 1.4 times the prediction: {source}")
@@ -378,15 +379,6 @@ From three candidates of DeepSpeed 0.19 on two CPU cores: 0.8 to 1.0 ms. Publish
 micro-batches of 256 to 768 tokens need 0.2 to 0.5 ms more."""
 
 
-def modules_of_layers(model: Model) -> int:
-    """Return the modules of all layers in transformers, 14 in a layer of `modeling_llama.py` before 4.48: the layer,
-    its parts, each with a norm and an activation function or rotary embedding, and the linear layers and norms inside.
-    Routed experts are one module, as in 5.24, whose attention has no rotary embedding of its own."""
-    products, layers = product_counts(model).items(), layer_counts(model).items()
-    linear = sum(n * (len(each.layers) if each.copies == 1 else each.name == "up") for each, n in products)
-    return linear + sum(n * (1 + sum(3 + len(part.norms) for part in each.parts)) for each, n in layers)
-
-
 def _is_filled_in(spec: Spec, content: Mapping[str, Any]) -> bool:
     """Return whether Hugging Face's Trainer starts DeepSpeed, and fills in what is `auto`."""
     command = spec.train.command or ()
@@ -408,16 +400,6 @@ def _sizes_of_zero(spec: Spec, content: Mapping[str, Any]) -> dict[str, float]:
         elif value == "auto" and _is_filled_in(spec, content):
             found[name] = {PREFETCHED: 0.9 * hidden**2, PERSISTENT: 10.0 * hidden}.get(name, found[name])
     return found
-
-
-def _one_by_one(task: Task) -> list[str]:
-    """Return a line for a model with experts: a published run on ZeRO 3 takes 27 times as long (ms-swift @3602360a
-    `Megatron-SWIFT/Quick-start.md`)."""
-    text = _(
-        "experts are predicted as grouped products: transformers before 5 computes them one by one, which with ZeRO 3"
-        " takes many times as long"
-    )
-    return [text] * (task.spec.model.experts > 0)
 
 
 def _unless_listed(knob: Knob) -> Knob:

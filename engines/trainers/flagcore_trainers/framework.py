@@ -58,6 +58,16 @@ LARGE = 0.2
 """Chosen by hand: from this share of a device's memory on, the logits decide on what fits."""
 
 
+def expert_warnings(task: Task) -> list[str]:
+    """Return a line for a model with experts: a published run on ZeRO 3 takes 27 times as long (ms-swift @3602360a
+    `Megatron-SWIFT/Quick-start.md`)."""
+    text = _(
+        "experts are predicted as grouped products: transformers before 5 computes them one by one, which with ZeRO 3"
+        " takes many times as long"
+    )
+    return [text] * (task.spec.model.experts > 0)
+
+
 def fp32_products(task: Task) -> list[Unmodelled]:
     """Return the effect of experts in fp32 on step times.
 

@@ -29,22 +29,9 @@ from flagcore.domain.trial import Answers, Measurement
 from flagcore.errors import LaunchError, SpecError
 from flagcore.i18n import _
 from flagcore_trainers import logs, meaning, start
+from flagcore_trainers import program as sections
 from flagcore_trainers.importing import processes
 from flagcore_trainers.meaning import Codes, WholeModel
-from flagcore_trainers.program import (
-    LARGEST,
-    MEANINGS,
-    UNITS,
-    UNSET,
-    KnobRow,
-    ProgramSection,
-    as_value,
-    knob_of,
-    meaning_of,
-    numbers_of,
-    program_of,
-    values_of,
-)
 
 FILLED = {"global_batch_size", "seq_length", "steps", "config"}
 """The placeholders of commands that are neither meanings nor knobs, nor those of all commands."""
@@ -69,7 +56,7 @@ class Trainer(Engine):
     knobs: tuple[Knob, ...] = ()
     failures = FAILURES
     plans = WholeModel()
-    program: ProgramSection | None = None
+    program: sections.ProgramSection | None = None
     releases = ""
 
     def __init__(self, name: str) -> None:
@@ -79,12 +66,12 @@ class Trainer(Engine):
         if program is None:
             return self
         engine = copy.copy(self)
-        engine.program = program_of(program)
-        engine.knobs = tuple(knob_of(name, row) for name, row in engine.program.knobs.items())
+        engine.program = sections.program_of(program)
+        engine.knobs = tuple(sections.knob_of(name, row) for name, row in engine.program.knobs.items())
         return engine
 
     @property
-    def described(self) -> ProgramSection:
+    def described(self) -> sections.ProgramSection:
         """The description of the program. Raises SpecError if the spec has none."""
         if self.program is None:
             fix = "list its knobs, such as program: {knobs: {tp: {flag: --tp, values: [1, 2]}}}"
@@ -97,11 +84,11 @@ class Trainer(Engine):
         """Return what the codes of each knob with a meaning mean."""
         found = {}
         for (name, row), knob in zip(self.described.knobs.items(), self.knobs, strict=True):
-            if (role := meaning_of(name, row)) is not None:
-                by_value = numbers_of(row)
+            if (role := sections.meaning_of(name, row)) is not None:
+                by_value = sections.numbers_of(row)
                 table = np.array([0, *(by_value[word] or 0 for word in knob.words)] if knob.words else [], np.int64)
                 if role == meaning.RECOMPUTE and knob.kind == "flag":
-                    table = np.array([0, LARGEST[role]])
+                    table = np.array([0, sections.LARGEST[role]])
                 found[role] = (name, table)
         return found
 
@@ -118,13 +105,13 @@ class Trainer(Engine):
         found = self._own_values(task.spec)
         return {knob.name: (knob.neutral if value is None else value,) for _row, knob, _given, value in found}
 
-    def _own_values(self, spec: Spec) -> Iterator[tuple[KnobRow, Knob, Any, KnobValue | None]]:
+    def _own_values(self, spec: Spec) -> Iterator[tuple[sections.KnobRow, Knob, Any, KnobValue | None]]:
         """Yield what the command or its file gives for each knob, if it counts, and the value of the knob for it."""
         command = self.command(spec)
         for row, knob in zip(self.described.knobs.values(), self.knobs, strict=True):
             given = None if row.default is not None else command.value(row)
             own = _whole_number(given) if knob.kind == "int" else None
-            listed = {str(value).lower(): value for value in values_of(row)}.get(str(given).lower())
+            listed = {str(value).lower(): value for value in sections.values_of(row)}.get(str(given).lower())
             if given is None:
                 yield row, knob, None, None
             else:
@@ -178,13 +165,13 @@ class Trainer(Engine):
         """Return warnings about the release, placeholders without a meaning, and knobs that nothing passes."""
         train, program = spec.train, self.described
         words = " ".join((*(train.command or ()), *train.flags, *program.trial_args))
-        unused = [*unknown_placeholders([words], (*FILLED, *MEANINGS, *program.knobs))]
+        unused = [*unknown_placeholders([words], (*FILLED, *sections.MEANINGS, *program.knobs))]
         unused += [
             f"train.program.knobs.{name} has no `flag`, `key` or `env`, and train.command has no {{{name}}}: "
             f"only the variable FLAGCORE_{name.upper()} has its value"
             for name, row in program.knobs.items()
             if not (row.flag or row.key or row.env)
-            and not any(f"{{{each}}}" in words for each in (name, meaning_of(name, row)))
+            and not any(f"{{{each}}}" in words for each in (name, sections.meaning_of(name, row)))
         ]
         if self.releases:
             return [*unused, *unknown_release("train.engine_version", self.name, train.engine_version, self.releases)]
@@ -247,7 +234,7 @@ class Trainer(Engine):
         if not for_real and self._needs_clock():
             argv = (sys.executable, "-m", "flagcore_trainers.clock", *argv)
         own = {row.env: self._word(name, values[name]) for name, row in program.knobs.items() if row.env}
-        own = {name: word for name, word in own.items() if word != UNSET}
+        own = {name: word for name, word in own.items() if word != sections.UNSET}
         if replaced := [f"{name}={word}" for name, word in own.items() if name in platform.environment]:
             argv = ("env", *replaced, *argv)  # otherwise the plugin's value, which the launch adds, would count
         variables = {**environment({name: values[name] for name in program.knobs}), **own}
@@ -271,7 +258,7 @@ class Trainer(Engine):
         """Return a value of a knob with the type that it has in the spec."""
         row = self.described.knobs[name]
         listed = row.values if isinstance(row.values, list) else list(row.values)
-        return next((each for each in listed if as_value(row, each) == value), value)
+        return next((each for each in listed if sections.as_value(row, each) == value), value)
 
     def _word(self, name: str, value: KnobValue) -> str:
         """Return a value of a knob as the text of a variable. Switches are 1 and 0."""
@@ -307,7 +294,7 @@ class Trainer(Engine):
     def _needs_clock(self) -> bool:
         log = self.described.log
         if log.step:
-            return not re.compile(log.step).groupindex.keys() & {*UNITS}
+            return not re.compile(log.step).groupindex.keys() & {*sections.UNITS}
         return log.format is not None and log.format not in logs.TIMED
 
     def patterns(self) -> logs.Patterns:
@@ -356,7 +343,7 @@ class Trainer(Engine):
         found: dict[str, KnobValue] = {}
         for name, text in log.values.items():
             row = self.described.knobs[name]
-            by_text = {str(value).lower(): value for value in values_of(row)}
+            by_text = {str(value).lower(): value for value in sections.values_of(row)}
             found[name] = by_text.get(text.strip().lower(), text)
         return found
 

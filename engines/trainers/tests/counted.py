@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from flagcore_megatron.trial.model import causal_mask, own_positions
 from flagcore_trainers.fully_shard import SCHEDULES, memory, weights
-from flagcore_training.trial.layers import causal_mask, own_positions
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor

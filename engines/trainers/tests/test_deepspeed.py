@@ -20,9 +20,9 @@ from flagcore_trainers.deepspeed import (
     QUANTIZED,
     ULYSSES,
     ZERO,
-    modules_of_layers,
 )
 from flagcore_trainers.fully_shard import AC
+from flagcore_trainers.fully_shard.weights import modules_of_layers
 from flagcore_trainers.meaning import layout_of, training, weights_of_rank
 from flagcore_trainers.trainer import Trainer
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_models.mixers.attention import Indexer
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
-from flagcore_models.mixers.indexer import Indexer
 from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_trainers.fsdp2.engine import FSDP2
 from flagcore_trainers.fully_shard import (

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_models.layers import layers_of
-from flagcore_models.mixers.indexer import Indexer
+from flagcore_models.mixers.attention import Indexer
 from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_training.layout import WHOLE_STEP, LayerLayout, Layout, Options, Training, distinct
 from flagcore_training.time.layer import layer_time

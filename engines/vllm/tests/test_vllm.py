@@ -45,8 +45,7 @@ from flagcore.domain.launch import Start
 from flagcore.domain.space import Candidate
 from flagcore.errors import SpecError
 from flagcore.spec.models import model_from
-from tests.checks import refuses
-from tests.launchers.processes import program
+from tests.checks import program, refuses
 from tests.product.tasks import CHIP, DENSE
 from tests.product.tasks import platform as small_platform
 

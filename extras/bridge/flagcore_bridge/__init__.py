@@ -28,7 +28,7 @@ from flagcore_megatron.importing.arguments import (
     shape,
     with_layers,
 )
-from flagcore_megatron.program.unmodelled import knows
+from flagcore_megatron.program.user_command import knows
 from flagcore_megatron.space.knobs import SETTINGS
 from flagcore_megatron.space.stages import LAYOUT
 from flagcore_training.lengths import assumed_lengths

@@ -19,17 +19,8 @@ from flagcore_megatron.space.meshes import MESHES, SPLIT
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.files import read_regular
+from flagcore_flagscale import hetero as mixed
 from flagcore_flagscale.experiment import Machines, add_own_variables, control, machines
-from flagcore_flagscale.hetero import (
-    chip_names,
-    fixed_settings,
-    hetero_cluster,
-    hetero_of,
-    is_tuned,
-    meshes_of_space,
-    meshes_problem,
-    mixed_baseline,
-)
 from flagcore_flagscale.source import TABLES, Source
 
 Entry = tuple[str, Any]
@@ -201,10 +192,10 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
     entries = take_entries(source)
     flags = Flags(source, entries, "train.model.{name}")
     _check_supported(source)
-    hetero, found = hetero_of(source, flags), machines(source)
+    hetero, found = mixed.hetero_of(source, flags), machines(source)
     section = found.section
     if hetero is not None:
-        section = hetero_cluster(source, hetero, found, chip_names(source, hetero.types, all_chips()))
+        section = mixed.hetero_cluster(source, hetero, found, mixed.chip_names(source, hetero.types, all_chips()))
     add_own_variables(source, section, found.lines if "hostfile" in section else ())
     sizes = {key: flags.get(key) for key in ("seq_length", "global_batch_size")}
     for key, value in sizes.items():
@@ -215,7 +206,7 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
         source.note(key, "predictions are those of a plain decoder with attention", "model")
     baseline = baseline_of(flags, model, on_meshes=hetero is not None)
     if hetero is not None:
-        baseline = mixed_baseline(hetero, baseline, derived=is_tuned(source))
+        baseline = mixed.mixed_baseline(hetero, baseline, derived=mixed.is_tuned(source))
     else:
         _note_places(flags, baseline)
     text = "used in the baseline, with the parallel sizes of train.system"
@@ -224,11 +215,11 @@ def training(source: Source, all_chips: Callable[[], Sequence[Chip]], unresolved
     train = {"engine": "megatron", **sizes, **options(flags, on_meshes=hetero is not None), **command}
     meshes, problem, devices = None, "", [found.nodes * found.devices]
     if hetero is not None:
-        fixed = fixed_settings(source, flags, hetero, model.get("mtp_num_layers") or 0)
+        fixed = mixed.fixed_settings(source, flags, hetero, model.get("mtp_num_layers") or 0)
         train["settings"] = {**train.get("settings", {}), **fixed}
-        meshes = meshes_of_space(source, hetero, section, baseline, found.lines)
+        meshes = mixed.meshes_of_space(source, hetero, section, baseline, found.lines)
         batch, samples, devices = sizes["global_batch_size"], baseline["micro_batch_size"], hetero.devices
-        problem = meshes_problem(hetero, batch, samples, section, found.lines)
+        problem = mixed.meshes_problem(hetero, batch, samples, section, found.lines)
     if not problem and MESHES not in baseline:
         problem = baseline_problem(baseline, train, model, sum(devices))
     tuner = _tuner(source, baseline, problem, meshes)

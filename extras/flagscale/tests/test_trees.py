@@ -28,9 +28,9 @@ from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
 from flagcore.spec.plain_data import commented_yaml
 from tests.checks import refuses
+from tests.product.block_checks import ROOT
 from tests.product.cli.conftest import Ran
 from tests.product.cli.conftest import flag as flag
-from tests.product.doc_pages import ROOT
 from tests.product.tasks import ENGINES
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]

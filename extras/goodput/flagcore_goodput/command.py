@@ -84,7 +84,7 @@ def _source(where: Path | None, model: str | None, engine: str | None, chip: str
             raise click.UsageError(_("--engine requires --model; with SPEC, use --set"))
         return where
     from flagcore.api.commands.doctor import require_chip
-    from flagcore.api.commands.init import spec_of_model
+    from flagcore.api.commands.importing import spec_of_model
 
     spec = spec_of_model(str(model), engine=engine or ENGINE, chip=chip)
     require_chip(spec)

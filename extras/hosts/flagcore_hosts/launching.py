@@ -20,17 +20,7 @@ from flagcore.errors import HostLost, LaunchError, NoDevice
 from flagcore.launchers import guard, guarded, template
 from flagcore.launchers.guarded import MARKER, START_SECONDS
 from flagcore.launchers.local import as_launch_error, prepare
-from flagcore_hosts.connection import (
-    CLOSE_SECONDS,
-    FILES_PER_HOST,
-    LOGS,
-    Agents,
-    Connection,
-    allow_files,
-    order_for_host,
-    trial_files,
-    with_variables,
-)
+from flagcore_hosts import connection as channels
 
 MAX_LOSSES = 2
 STOP_SECONDS = guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5
@@ -62,7 +52,7 @@ class HostTrials(Launcher):
     """The time at which each host in `failures` failed last, on the monotonic clock."""
     ended_at: float = -math.inf
     """The time of the end of the last trial, on the monotonic clock."""
-    agents: Agents | None = None
+    agents: channels.Agents | None = None
     starts_elsewhere = True
     """Whether trials start on other machines."""
     replaces_hosts = False
@@ -71,9 +61,9 @@ class HostTrials(Launcher):
     """The advice in the message if there are no hosts."""
 
     @contextlib.contextmanager
-    def keep_agents(self) -> Iterator[Agents]:
+    def keep_agents(self) -> Iterator[channels.Agents]:
         """Keep agents between trials until the end of the context."""
-        self.agents = agents = Agents(self.command)
+        self.agents = agents = channels.Agents(self.command)
         try:
             yield agents
         finally:
@@ -145,10 +135,10 @@ class HostTrials(Launcher):
         """
         self.require_hosts(launch.hosts)
         folder = os.path.abspath(launch.folder)
-        launch = with_variables(replace(launch, folder=folder))
+        launch = channels.with_variables(replace(launch, folder=folder))
         with as_launch_error(f"cannot write into the trial's folder {folder}: "):
             prepare(launch, launch.environment, folder, launch.directory or folder)
-            for name in LOGS:
+            for name in channels.LOGS:
                 Path(folder, name).write_bytes(b"")
         with as_launch_error():  # such as a missing ssh, or too many open files
             trial = (kind or HostsRunning)(launch, self)
@@ -173,13 +163,13 @@ class HostsRunning:
         self._exit: Exit | None = None
         self._client: guarded.Guarded | None = None
         agents = launcher.agents
-        allow_files(FILES_PER_HOST * sum(not (agents and agents.has(host)) for host in launch.hosts))
+        channels.allow_files(channels.FILES_PER_HOST * sum(not (agents and agents.has(host)) for host in launch.hosts))
         self.connections = [self._connect(host) for host in launch.hosts]
 
-    def _connect(self, host: str) -> Connection:
+    def _connect(self, host: str) -> channels.Connection:
         agents, folder = self.launcher.agents, os.path.join(self.launch.folder, HOSTS, host)
         os.makedirs(folder, exist_ok=True)
-        connection = agents.take(host) if agents else Connection(host, self.launcher.command(host))
+        connection = agents.take(host) if agents else channels.Connection(host, self.launcher.command(host))
         connection.assign(folder, 2 * self.launch.disk_limit_bytes)
         return connection
 
@@ -204,12 +194,12 @@ class HostsRunning:
         ports = [str(each.ready["port"] if each.ready else "") for each in self.connections]
         address, count = self.connections[0].host, str(len(self.connections))
         values = {"{master_addr}": address, "{master_port}": ports[0], "{node_ports}": ",".join(ports)}
-        files = trial_files(self.launch.folder)
+        files = channels.trial_files(self.launch.folder)
         for rank, each in enumerate(self.connections):
             if each.problem:
                 continue
             host_values = {**values, "{node_rank}": str(rank), "{nnodes}": count}
-            each.wire.send(order=order_for_host(self.launch, each.host, host_values, files))
+            each.wire.send(order=channels.order_for_host(self.launch, each.host, host_values, files))
         seconds = START_SECONDS + (template.START_SECONDS if self.launch.warm else 0.0)
         self._until(lambda each: each.started or each.exit is not None, "does not start the program", seconds)
         self._ends_at = time.monotonic() + self.launch.timeout_seconds + START_SECONDS
@@ -220,11 +210,11 @@ class HostsRunning:
         launch = self.launch
         limits = guarded.Limits(launch.timeout_seconds, None, launch.disk_limit_bytes)
         with contextlib.ExitStack() as logs, as_launch_error():
-            out, err = (logs.enter_context(open(os.path.join(launch.folder, name), "ab")) for name in LOGS)
+            out, err = (logs.enter_context(open(os.path.join(launch.folder, name), "ab")) for name in channels.LOGS)
             spawn = partial(guarded.spawn_guard, out, err)
             return guarded.start(launch.client, {}, launch.folder, launch.folder, limits, spawn=spawn)
 
-    def _until(self, done: Callable[[Connection], bool], problem: str, seconds: float = START_SECONDS) -> None:
+    def _until(self, done: Callable[[channels.Connection], bool], problem: str, seconds: float = START_SECONDS) -> None:
         """Wait until `done` is true for all connections. Raises HostLost for the first host with a problem, and
         LaunchError if no host can start the program."""
         deadline = time.monotonic() + seconds
@@ -294,7 +284,7 @@ class HostsRunning:
             guard.write_json(os.path.join(self.launch.folder, "exit.json"), asdict(self._exit))
         return self._exit
 
-    def _stop_hosts(self) -> list[Connection]:
+    def _stop_hosts(self) -> list[channels.Connection]:
         """End the trial on the hosts where it still runs, and return them. Those that do not end it have a problem."""
         deadline = time.monotonic() + STOP_SECONDS
         running_hosts = [each for each in self.connections if each.open and each.started]
@@ -307,7 +297,7 @@ class HostsRunning:
                 each.problem = "does not end its processes of the trial"
         return running_hosts
 
-    def _loss(self, lost: Connection) -> Exit:
+    def _loss(self, lost: channels.Connection) -> Exit:
         """Count the loss of a host, and return the exit record of a trial that it ended."""
         failures, now = self.launcher.failures, time.monotonic()
         failures[lost.host] += 1
@@ -316,7 +306,7 @@ class HostsRunning:
         detail = f"{lost.host}: {lost.problem}{times}"
         return Exit(code=1, ended_by="host", duration_s=now - self.started_at, detail=detail, lost_host=lost.host)
 
-    def _exit_of_hosts(self, failed: Connection | None, *, asked: bool) -> Exit:
+    def _exit_of_hosts(self, failed: channels.Connection | None, *, asked: bool) -> Exit:
         """Return the exit record of a trial that ended on all hosts: that of the host where it `failed`, if any."""
         exits = [each.exit for each in self.connections if each.exit]
         ended = (failed and failed.exit) or exits[0]
@@ -345,18 +335,18 @@ class HostsRunning:
         for rank, each in enumerate(self.connections):
             self._write(each, rank)
 
-    def _write(self, connection: Connection, rank: int) -> None:
+    def _write(self, connection: channels.Connection, rank: int) -> None:
         """Write the new content of a host's files to the trial's folder."""
         pieces, connection.pieces = connection.pieces, []
         for name, at, data in pieces:
             mirror = host_folder(self.launch.folder, self.launch.hosts, rank)
-            path = Path(connection.folder if name in LOGS else mirror, name)
+            path = Path(connection.folder if name in channels.LOGS else mirror, name)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("r+b" if at else "wb") as file:
                     file.seek(at)
                     file.write(data)
-                if name in LOGS:
+                if name in channels.LOGS:
                     self._merge(connection.host, name, data)
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", error)
@@ -390,7 +380,7 @@ class HostsRunning:
             if each.problem or each.exit is None or not agents or not agents.give_back(each):
                 to_close.append(each)
                 each.disconnect()
-        self.connections, deadline = [], time.monotonic() + CLOSE_SECONDS
+        self.connections, deadline = [], time.monotonic() + channels.CLOSE_SECONDS
         for each in to_close:
             each.close(deadline - time.monotonic())
         self.launcher.ended_at = time.monotonic()
@@ -399,7 +389,7 @@ class HostsRunning:
 class HostsApart(HostsRunning):
     """A program that runs on several hosts. If it fails on a host, or a host is lost, it goes on on the others."""
 
-    def _until(self, done: Callable[[Connection], bool], problem: str, seconds: float = START_SECONDS) -> None:
+    def _until(self, done: Callable[[channels.Connection], bool], problem: str, seconds: float = START_SECONDS) -> None:
         """Wait until `done` is true for all connections without a problem."""
         deadline = time.monotonic() + seconds
         while waiting := [each for each in self.connections if each.open and not done(each)]:

@@ -39,8 +39,7 @@ from flagcore.tuner.devices import require_devices
 from flagcore.tuner.parallel import MAX_CONSECUTIVE_BUSY
 from flagcore.tuner.stages.complete import complete_by_plugins
 from flagcore.tuner.stages.launch import host_lines, planned_launch, prepared_launch
-from tests.checks import refuses
-from tests.launchers.processes import ended
+from tests.checks import ended, refuses
 from tests.product import tasks
 from tests.product.tasks import SHAPE
 from tests.tuner.benches import Bench, Ended, plugin, sizes_of, sound, write_steps

@@ -35,7 +35,7 @@ from flagcore.launchers import guard
 from flagcore.launchers.guarded import MARKER, START_SECONDS
 from flagcore.tuner.probe import probe
 from tests import tasks
-from tests.launchers.processes import ended, marked, within
+from tests.checks import ended, marked, within
 from tests.tuner.test_probe import CANDIDATE, LIMIT, METRICS, TASK, Rehearsal
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]

@@ -33,7 +33,7 @@ from flagcore.errors import NoDevice, SpecError, UsageError
 from flagcore.launchers import guard
 from flagcore.launchers.network import free_port
 from flagcore.plugins import launcher
-from tests.launchers.processes import MARK, ended, marked, within
+from tests.checks import TEST_MARK, ended, marked, within
 from tests.product.tasks import SHAPE
 
 pytestmark = pytest.mark.spread
@@ -263,7 +263,7 @@ def join(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Join]:
     """Start a pod that joins. At the end no process of the test is left, nor a folder of an agent."""
     mark, pods = secrets.token_hex(8), list["subprocess.Popen[bytes]"]()
     (tmp_path / TMP).mkdir()
-    values = {MARK: mark, "TMPDIR": str(tmp_path / TMP), TOKEN: secrets.token_hex(16)}
+    values = {TEST_MARK: mark, "TMPDIR": str(tmp_path / TMP), TOKEN: secrets.token_hex(16)}
     for name, value in {**values, HOSTS: " ".join(PODS), PORT_VARIABLE: str(free_port())}.items():
         monkeypatch.setenv(name, value)
 
@@ -282,7 +282,7 @@ def join(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Join]:
 
 
 def processes() -> set[int]:
-    return marked(os.environ[MARK]) - {os.getpid()}
+    return marked(os.environ[TEST_MARK]) - {os.getpid()}
 
 
 def launch(script: str, folder: Path, hosts: tuple[str, ...] = PODS) -> Launch:

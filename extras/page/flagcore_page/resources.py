@@ -11,23 +11,12 @@ from flagcore.domain.prediction import Passes, Prediction
 from flagcore.domain.records import read_prediction
 from flagcore.domain.trial import Trial
 from flagcore.i18n import N_, _
+from flagcore.report import text as texts
 from flagcore.report.blocks import Table, Text, cell, percent, table
 from flagcore.report.explanation import by_component, memory_parts
 from flagcore.report.formats import NAMES, shown, size_text
 from flagcore.report.result import number
 from flagcore.report.run import Record, RunData, measured_s
-from flagcore.report.text import (
-    SHORT_LATENCIES,
-    SHORT_RATES,
-    bottleneck_text,
-    knob_of,
-    latency_name,
-    limits_text,
-    part_name,
-    value_text,
-    values_text,
-    word_of,
-)
 from flagcore.spec.plain_data import lookup
 from flagcore_page.blocks import (
     OTHER,
@@ -59,7 +48,7 @@ def improvements(run: RunData) -> Section | None:
         return None
     value, *_bounds = run.predicted(run.best) or (None,)
     predicted = _("Predicted: {value} {unit}.", value=shown(value), unit=run.unit)
-    knobs, text = run.insight.get("knobs"), Text(bottleneck_text(run.best.predicted) or predicted)
+    knobs, text = run.insight.get("knobs"), Text(texts.bottleneck_text(run.best.predicted) or predicted)
     return Section("improvements", _("Bottleneck"), [text, *([_sensitivity(run, knobs)] if knobs else [])], half=True)
 
 
@@ -68,19 +57,21 @@ def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Chart:
     fastest_s = min(_seconds(value) for knob in knobs for value in knob["values"])
     rows, bars = list[list[Any]](), list[Bar]()
     for knob in sorted(knobs, key=lambda knob: -max(map(_seconds, knob["values"]))):
-        own = knob_of(str(knob["knob"]), run.knobs)
+        own = texts.knob_of(str(knob["knob"]), run.knobs)
         name = own.title
         for value in knob["values"]:
             figure = lookup(value, "fastest.predicted.objective.value") if run.serves else _seconds(value)
             row: list[Any] = [
                 name,
-                value_text(word_of(own, value["value"])),
+                texts.value_text(texts.word_of(own, value["value"])),
                 _("yes") if value["value"] == knob["best"] else "",
             ]
             row += [percent(_seconds(value) / fastest_s - 1.0, signed=True), figure, value["candidates"]]
-            rows.append([*row, values_text(value["fastest"]["candidate"], run.knobs)])
+            rows.append([*row, texts.values_text(value["fastest"]["candidate"], run.knobs)])
         best, worst = (pick(knob["values"], key=_seconds) for pick in (min, max))
-        names = {key: value_text(word_of(own, each["value"])) for key, each in (("worst", worst), ("best", best))}
+        names = {
+            key: texts.value_text(texts.word_of(own, each["value"])) for key, each in (("worst", worst), ("best", best))
+        }
         slower = _seconds(worst) / fastest_s - 1.0
         text = _("{knob}: {worst} instead of {best}", knob=name, **names)
         bars.append(Bar(text, OTHER, slower, slower, slower, f"+{slower:.1%}"))
@@ -230,11 +221,11 @@ def step_time(run: RunData) -> Section | None:
     measured = {name: each.figures.get("e2e_s.mean") if run.serves else each.median_s for name, each in runs.items()}
     first, time = next(iter(times.items()))
     largest = max(time, key=lambda part: time[part])
-    names = {"name": first.capitalize(), "part": _(part_name(largest)), "seconds": shown(totals[first])}
+    names = {"name": first.capitalize(), "part": _(texts.part_name(largest)), "seconds": shown(totals[first])}
     rows, listed = list[list[Any]](), dict.fromkeys(part for time in times.values() for part in time)
     for part in listed:
         shares = ((time.get(part, 0.0), time.get(part, 0.0) / totals[name]) for name, time in times.items())
-        rows.append([_(part_name(part)), *(each for spent, share in shares for each in (spent, percent(share)))])
+        rows.append([_(texts.part_name(part)), *(each for spent, share in shares for each in (spent, percent(share)))])
     for text, figures in ((_("predicted"), totals), (_("measured"), measured)):
         rows.append([text, *(each for figure in figures.values() for each in (figure, None))])
     tables = [table(_(title), [_("part"), *(each for name in times for each in (f"~{name}, s", "~%"))], rows)]
@@ -245,7 +236,7 @@ def step_time(run: RunData) -> Section | None:
     stacks = [
         Stack(
             f"{name}: {run.configuration(trials[name])}",
-            {_(part_name(part)): spent_s for part in listed if (spent_s := time.get(part))},
+            {_(texts.part_name(part)): spent_s for part in listed if (spent_s := time.get(part))},
             _predicted_and_measured(f"{shown(totals[name])} s", measured[name], lambda seconds: f"{shown(seconds)} s"),
             measured[name],
         )
@@ -305,7 +296,7 @@ def serving(run: RunData) -> Section | None:
     """Return the section on load points and latencies, or None for training."""
     if not run.serves or not any(measured_points(trial) for trial in run.trials):
         return None
-    limits = limits_text(run.limits)
+    limits = texts.limits_text(run.limits)
     blocks: list[Block] = [Text(_("Latency limits: {limits}.", limits=limits) if limits else _("No latency limits."))]
     unlimited_names = [f"{name}.p50" for name in LATENCIES if not any(each.startswith(name) for each in run.limits)]
     for latency in (*run.limits, *unlimited_names):
@@ -330,7 +321,7 @@ def _rates(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
     ]
     if not measured:
         return
-    name, short = latency_name(latency), SHORT_RATES[PER_DEVICE]
+    name, short = texts.latency_name(latency), texts.SHORT_RATES[PER_DEVICE]
     best_points = list[tuple[float, float]]()
     for x, y in sorted({(x, y) for *_trial, x, y in measured}, key=lambda point: (point[0], -point[1])):
         if not best_points or y > best_points[-1][1]:
@@ -398,6 +389,8 @@ def _statistics(run: RunData) -> Iterator[Table]:
                     name = ", ".join(filter(None, [who, load_text(point)]))
                     rows.append([name, run.cell(trial), answered and int(answered), *figures])
         headings = [_("load point"), _("trial"), _("requests"), *STATISTICS]
-        caption = _("{latency} of requests, s; median over repeats of a load point", latency=SHORT_LATENCIES[latency])
+        caption = _(
+            "{latency} of requests, s; median over repeats of a load point", latency=texts.SHORT_LATENCIES[latency]
+        )
         if rows:
             yield table(caption, headings, rows)

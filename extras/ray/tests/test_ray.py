@@ -23,7 +23,7 @@ from flagcore import api
 from flagcore.contracts import Event
 from flagcore.domain.launch import Launch
 from flagcore.errors import NoDevice, UsageError
-from tests.launchers.processes import ended, marked, within
+from tests.checks import ended, marked, within
 from tests.product.cli.conftest import TRAIN
 
 pytest.importorskip("ray")

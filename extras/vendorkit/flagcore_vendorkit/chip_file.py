@@ -1,11 +1,11 @@
 """Reads the chip files of a plugin, with the chips' measured kernels and collectives.
 
-`chips/*.yaml` has one file per chip, or the chips of a series as the documents of one file, which has the start of
-their names. Each figure has its source. A figure is `{value: NUMBER, source: {kind: KIND, ...}}` in bytes, bytes per
-second or flops per second. Each kind of source requires one key: `how` if it is measured, `document` for a datasheet,
-`where` if it is published, `method` if it is estimated. Other keys (page, software, date, repeats, confidence) are
-added to the text of the source. A key whose value another chip of the plugin has, with the same source, is
-`KEY: {same_as: CHIP}`.
+`chips/*.yaml` has one file per chip, or several chips as the documents of one file, which has the start of their names
+or the name of the vendor. Each figure has its source. A figure is `{value: NUMBER, source: {kind: KIND, ...}}` in
+bytes, bytes per second or flops per second. Each kind of source requires one key: `how` if it is measured, `document`
+for a datasheet, `where` if it is published, `method` if it is estimated. Other keys (page, software, date, repeats,
+confidence) are added to the text of the source. A key whose value another chip of the plugin has, with the same source,
+is `KEY: {same_as: CHIP}`.
 
 The folder `costs/<chip>/`, where `<chip>` is the chip's name in lower case, contains:
 

@@ -84,8 +84,8 @@ class DeviceDetector:
     visible: tuple[str, ...]
     outer: str = ""
     empty_is_unset: bool = False
-    vendor_variables: tuple[str, ...] = ()
-    """Variables that select a vendor. The first one that is set applies."""
+    vendor_variables: tuple[str, ...] = ("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND")
+    """Variables that select a vendor. The first one that is set applies. The default is that of FlagGems."""
     own_variables: tuple[str, ...] = ()
     """Prefixes of variables that only this vendor's software reads."""
     device_file: str

@@ -20,8 +20,7 @@ from extras.vendorkit.tests.test_calibrations import MADE
 from flagcore import api
 from flagcore.domain.chip import Source
 from flagcore.errors import RunError, UsageError
-from tests.checks import refuses
-from tests.launchers.processes import within
+from tests.checks import refuses, within
 from tests.product.cli.conftest import Answer, Flag, Project
 from tests.product.cli.conftest import answer as answer
 from tests.product.cli.conftest import flag as flag

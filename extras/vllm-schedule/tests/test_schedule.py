@@ -15,16 +15,15 @@ import psutil
 import pytest
 from flagcore_serving import schedules
 from flagcore_vllm.engine import ENGINE
-from flagcore_vllm_schedule import inside, oracle, process
-from flagcore_vllm_schedule.oracle import VllmSchedule
-from flagcore_vllm_schedule.process import Process, Unanswered
+from flagcore_vllm_schedule import inside, oracle
+from flagcore_vllm_schedule.oracle import Process, Unanswered, VllmSchedule
 
 from engines.serving.tests.engines.tasks import planned, space_of
 from flagcore.contracts import Problem
 from flagcore.domain.space import Candidate, Legality
 from flagcore.errors import SpecError, UsageError
 from flagcore.tuner.stages.prune import prune
-from tests.launchers.processes import program
+from tests.checks import program
 from tests.product import serving_inputs
 from tests.product.tasks import platform
 
@@ -46,7 +45,7 @@ def command(tmp_path: Path) -> str:
 def answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[object], VllmSchedule]:
     """A schedule whose program gives always the same answer."""
     (tmp_path / "answers.py").write_text(ANSWERS)
-    monkeypatch.setattr(process, "INSIDE", tmp_path / "answers.py")
+    monkeypatch.setattr(oracle, "INSIDE", tmp_path / "answers.py")
     monkeypatch.setattr("flagcore_importers.programs.package_version", lambda program, *names: "0.32.0")
     schedule = VllmSchedule()
     monkeypatch.setattr("flagcore_serving.engine.schedule_of", lambda name: schedule)
@@ -155,7 +154,7 @@ def test_what_takes_too_long_is_killed_with_its_children(slow: Path) -> None:
     assert not root.is_running()
 
 
-ASKING = "import sys, time; from flagcore_vllm_schedule.process import Process; p = Process(sys.executable, {}); "
+ASKING = "import sys, time; from flagcore_vllm_schedule.oracle import Process; p = Process(sys.executable, {}); "
 ASKING += "print(p.pid, flush=True); p.ask({'do': 'start'}, time.monotonic() + 300)"
 
 

@@ -19,14 +19,7 @@ from flagcore.domain.space import DOES_NOT_FIT, Candidate
 from flagcore.domain.trial import ESTIMATE, PROBE, Role, Trial, TrialState, is_disturbed
 from flagcore.errors import NothingFits, SpecError
 from flagcore.i18n import N_, _
-from flagcore.report.candidate_report import (
-    Alternative,
-    CandidateReport,
-    ExcludingRule,
-    PruningRule,
-    differs_text,
-    seconds_text,
-)
+from flagcore.report import candidate_report as reports
 from flagcore.report.explanation import Explanation, needs_text, used_text
 from flagcore.report.formats import NAMES, shown
 from flagcore.report.result import TrialResult, stop_reason
@@ -44,7 +37,7 @@ RAN, OPEN = N_("ran"), N_("open")
 removed it. RAN: it has a trial. OPEN: it may be tried."""
 
 
-def state_of(subject: Subject) -> tuple[str, list[str], Sequence[ExcludingRule]]:
+def state_of(subject: Subject) -> tuple[str, list[str], Sequence[reports.ExcludingRule]]:
     """Return the state of a candidate, the reasons for it, and the rules that caused it."""
     snapshot, predicted = subject.snapshot, subject.predicted
     if predicted is None:
@@ -61,12 +54,12 @@ def state_of(subject: Subject) -> tuple[str, list[str], Sequence[ExcludingRule]]
     return OPEN, [*probes, *_why_open(subject)], []
 
 
-def _state_outside(subject: Subject, predicted: Prediction) -> tuple[str, list[str], Sequence[ExcludingRule]]:
+def _state_outside(subject: Subject, predicted: Prediction) -> tuple[str, list[str], Sequence[reports.ExcludingRule]]:
     """Return the same as `state_of` for a legal candidate that is not in the space."""
     snapshot, outside = subject.snapshot, list(_values_outside_space(subject))
     bounds = (each for each in snapshot.problem.legality.bounds if each.broken(subject.columns).any())
     messages = {each.name: each.message for each in bounds}
-    rules = [PruningRule(rule=name, message=message, trial=None) for name, message in messages.items()]
+    rules = [reports.PruningRule(rule=name, message=message, trial=None) for name, message in messages.items()]
     if rules and not outside:
         return REMOVED, [*map(str, rules), needs_text(predicted)], rules
     not_listed = [_("not in the space: the values in auto_tuner.space cannot be combined to this candidate")]
@@ -75,7 +68,7 @@ def _state_outside(subject: Subject, predicted: Prediction) -> tuple[str, list[s
     return OUTSIDE, [*lines, *(_("it would be removed: {rule}", rule=each) for each in pruned_by)], []
 
 
-def _broken_rule(rule: ExcludingRule) -> str:
+def _broken_rule(rule: reports.ExcludingRule) -> str:
     values = ", ".join(f"{knob} = {value}" for knob, value in rule.values.items())
     return f"{rule} ({values})" if values else str(rule)
 
@@ -96,7 +89,7 @@ def _end_of_trial(snapshot: Snapshot, trial: Trial) -> str:
     line = f"{kind} {trial.number} ({_(role)}) {state_name(trial.state.value)}"
     if measured is None or trial.state.failed:
         return line + (f": {reason_text(trial.reason)}" if trial.reason else "")
-    line += f": {seconds_text(objective, measured.step_time_s)}"
+    line += f": {reports.seconds_text(objective, measured.step_time_s)}"
     if measured.scaled_from is not None and shortened_step:
         bounds = {"low": shown(measured.low_s), "high": shown(measured.high_s)}
         line += f", {scaled_text(measured.scaled_from, shortened_step)} "
@@ -124,7 +117,7 @@ def _against_best(snapshot: Snapshot, candidate: Candidate, seconds: float) -> s
     if state.best is None or state.best.candidate == candidate:
         return "; " + _("it is the best") if state.best else ""
     runs, best_s = len(state.runs_of(state.best.candidate)), 1.0 / state.speed_of(state.best.candidate)
-    best = f"{_('trial')} {state.best.number}: {seconds_text(objective, best_s)}"
+    best = f"{_('trial')} {state.best.number}: {reports.seconds_text(objective, best_s)}"
     best += "" if runs == 1 else ", " + _("median of {count} runs", count=runs)
     return ", " + _("{share:+.1%} in time vs the best ({trial})", share=seconds / best_s - 1.0, trial=best)
 
@@ -134,7 +127,7 @@ def _all_runs(subject: Subject) -> Iterator[str]:
     the candidate may be as fast as the best."""
     state, best = subject.snapshot.search_state, subject.snapshot.search_state.best
     if len(subject.runs) > 1 and subject.measured_s:
-        seconds = seconds_text(subject.snapshot.task.spec.objective, subject.measured_s)
+        seconds = reports.seconds_text(subject.snapshot.task.spec.objective, subject.measured_s)
         line = _("the median of its {count} runs: {value}", count=len(subject.runs), value=seconds)
         yield line + _against_best(subject.snapshot, subject.candidate, subject.measured_s)
     has_repeats = best is not None and len(state.runs_of(best.candidate)) > 1
@@ -142,17 +135,17 @@ def _all_runs(subject: Subject) -> Iterator[str]:
         yield _("not significantly slower than the best")
 
 
-def _pruning_rules(snapshot: Snapshot, row: int) -> list[PruningRule]:
+def _pruning_rules(snapshot: Snapshot, row: int) -> list[reports.PruningRule]:
     """Return a list with the rule that pruned `row`, or an empty list if the row was not pruned."""
     code, trial = int(snapshot.pruned.rule[row]), int(snapshot.pruned.trial[row])
     if not code:
         return []
     name = snapshot.pruned.rules[code - 1]
     message = snapshot.problem.messages.get(name, "")
-    return [PruningRule(rule=name, message=message, trial=trial if trial >= 0 else None)]
+    return [reports.PruningRule(rule=name, message=message, trial=trial if trial >= 0 else None)]
 
 
-def _removal(subject: Subject, rule: PruningRule) -> str:
+def _removal(subject: Subject, rule: reports.PruningRule) -> str:
     """Return why `rule` removed a candidate: the memory that it needs, or the trial from which the rule was learned."""
     snapshot, state, predictions = subject.snapshot, subject.snapshot.search_state, subject.snapshot.problem.predictions
     if rule.rule == DOES_NOT_FIT:
@@ -164,7 +157,7 @@ def _removal(subject: Subject, rule: PruningRule) -> str:
     if rule.trial is None:
         return str(rule)
     trial = next(each for each in all_trials(snapshot.run) if each.number == rule.trial)
-    differences = differs_text(subject.differing(trial.candidate), snapshot.problem.knobs)
+    differences = reports.differs_text(subject.differing(trial.candidate), snapshot.problem.knobs)
     return f"{rule}: {_('trial')} {trial.number} ({differences}) {state_name(trial.state.value)}"
 
 
@@ -222,7 +215,7 @@ def _causes_of_best(snapshot: Snapshot) -> str:
 
 def explain_candidate(
     where: SpecLike, candidate: str, *, chip: str | None = None, without: Collection[str] = ()
-) -> CandidateReport:
+) -> reports.CandidateReport:
     """Explain one candidate of a spec, or of the run in a folder.
 
     `candidate` is one of: `best` (of a spec: `recommended`); `baseline`; a number; knobs with values, such as `tp=2,
@@ -234,7 +227,7 @@ def explain_candidate(
 
 def explain_like(
     spec: SpecLike, name: str, *, chip: str | None = None, without: Collection[str] = ()
-) -> CandidateReport:
+) -> reports.CandidateReport:
     """Explain the candidate of a spec with the layout of a published run, like `explain_candidate`.
 
     `name`: words of the run's id or source, or knobs. Of several runs, the nearest to the job is used. Knobs that the
@@ -269,7 +262,7 @@ def explain_like(
     return replace(report, name=title, because=(line, *report.because), published=published)
 
 
-def _explain_flags(spec: SpecLike, flags: str, chip: str | None, without: Collection[str]) -> CandidateReport:
+def _explain_flags(spec: SpecLike, flags: str, chip: str | None, without: Collection[str]) -> reports.CandidateReport:
     """Explain the candidate of a spec with the flags of a command. Its other settings apply to the job."""
     parsed_spec = read_spec(spec, chip, without)
     engine = plugins.engine_of(parsed_spec.work)
@@ -281,14 +274,14 @@ def _explain_flags(spec: SpecLike, flags: str, chip: str | None, without: Collec
     return replace(report, because=(*lines, *report.because))
 
 
-def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
+def candidate_report(snapshot: Snapshot, name: str) -> reports.CandidateReport:
     """Return the report on the candidate `name`, in a form that `explain_candidate` accepts. Raises UsageError."""
     subject = Subject.of(snapshot, name)
     (state, because, rules), changes, cluster = state_of(subject), subject.changes(), snapshot.task.cluster
     if state in (OPEN, RAN):
         changes.pop("allowed", None)
     is_equivalent = subject.named & subject.differing(subject.requested).keys()
-    return CandidateReport(
+    return reports.CandidateReport(
         name=subject.name,
         where=str(snapshot.where),
         chip=cluster.chips,
@@ -326,10 +319,10 @@ def _fits_without(subject: Subject) -> Iterator[str]:
                 yield _("it would fit without the assumed {setting}", setting=f"{name}={value}")
 
 
-def _change(subject: Subject, row: int) -> Alternative:
+def _change(subject: Subject, row: int) -> reports.Alternative:
     snapshot, other = subject.snapshot, Subject.of_row(subject.snapshot, row)
     trials = (trial.number for trial in snapshot.search_state.trials if trial.candidate == other.candidate)
-    return Alternative(
+    return reports.Alternative(
         candidate=other.candidate.as_dict(),
         differs=subject.differing(other.candidate),
         predicted=with_figures(snapshot.task, snapshot.problem.predictions.row(row)),

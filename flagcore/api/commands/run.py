@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from flagcore import plugins
-from flagcore.api.commands.init import spec_of_model
+from flagcore.api.commands.importing import spec_of_model
 from flagcore.api.commands.tune import tune
 from flagcore.api.inputs import check_chips, loaded_plugins, read_spec
 from flagcore.api.notes import LOG, warn

@@ -13,25 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flagcore import plugins
+from flagcore.api import inputs
 from flagcore.api.commands.doctor import host_check
 from flagcore.api.commands.estimate import estimate
 from flagcore.api.commands.report import save_report, save_report_of_engines
 from flagcore.api.commands.watching import Watchers
-from flagcore.api.inputs import (
-    RUNS,
-    LoadedSpec,
-    SpecLike,
-    changed_spec,
-    check_spec,
-    fixed_task,
-    loaded_plugins,
-    read_spec,
-    spec_data,
-    with_absolute_paths,
-    with_fidelity,
-    without_budget,
-    write_spec,
-)
 from flagcore.api.jobs import past_of_problem
 from flagcore.api.notes import warn, warn_about_problem
 from flagcore.api.outcome import Outcome, save
@@ -66,7 +52,7 @@ PROBE_STRATEGY = "learned"
 
 
 def tune(
-    spec: SpecLike,
+    spec: inputs.SpecLike,
     *,
     run_dir: Path | str | None = None,
     new: bool = False,
@@ -87,33 +73,37 @@ def tune(
     the other, and the outcome of the best engine is returned. Raises the errors of `flagcore.errors`. The result is
     written if a trial has run.
     """
-    file, data = spec_data(spec if objective is None else changed_spec(spec, {"auto_tuner.objective": objective}))
-    data = data if fidelity is None else with_fidelity(data, fidelity)
-    directory, engines = Path(run_dir) if run_dir else RUNS / file.stem, engines_of(data, plugins.kinds())
+    file, data = inputs.spec_data(
+        spec if objective is None else inputs.changed_spec(spec, {"auto_tuner.objective": objective})
+    )
+    data = data if fidelity is None else inputs.with_fidelity(data, fidelity)
+    directory, engines = Path(run_dir) if run_dir else inputs.RUNS / file.stem, engines_of(data, plugins.kinds())
 
     def tune_one(content: Mapping[str, Any], folder: Path) -> Outcome:
         return _EngineRun(content, file, folder, new, without, storage, watch).tune(on_event or (lambda event: None))
 
     if len(engines) < 2:
         return tune_one(data, directory)
-    check_spec(LoadedSpec(file, data), without)
-    outcome = each_engine(with_absolute_paths(data, file.parent), engines, directory, tune_one)
+    inputs.check_spec(inputs.LoadedSpec(file, data), without)
+    outcome = each_engine(inputs.with_absolute_paths(data, file.parent), engines, directory, tune_one)
     return replace(outcome, reported=save_report_of_engines(directory))
 
 
 def dry_run(
-    spec: SpecLike, *, without: Collection[str] = (), fidelity: str | None = None, objective: str | None = None
+    spec: inputs.SpecLike, *, without: Collection[str] = (), fidelity: str | None = None, objective: str | None = None
 ) -> Estimate:
     """Return what `tune` would try, after the checks that it makes before its first trial. Nothing is started or saved.
 
     The candidates are the first `max_trials` in the order of their predictions; measurements change this order. Of
     several engines, only the first is planned. Raises the errors of `flagcore.errors`.
     """
-    file, data = spec_data(spec if objective is None else changed_spec(spec, {"auto_tuner.objective": objective}))
-    data = data if fidelity is None else with_fidelity(data, fidelity)
-    run = _EngineRun(data, file, RUNS, False, without, None, ())
+    file, data = inputs.spec_data(
+        spec if objective is None else inputs.changed_spec(spec, {"auto_tuner.objective": objective})
+    )
+    data = data if fidelity is None else inputs.with_fidelity(data, fidelity)
+    run = _EngineRun(data, file, inputs.RUNS, False, without, None, ())
     run.require_ready()
-    return estimate(LoadedSpec(file, data), top=run.spec.control.max_trials, without=without, plan=False)
+    return estimate(inputs.LoadedSpec(file, data), top=run.spec.control.max_trials, without=without, plan=False)
 
 
 class _EngineRun:
@@ -129,7 +119,7 @@ class _EngineRun:
         storage: str | None,
         watch: Collection[str],
     ) -> None:
-        spec = read_spec(LoadedSpec(file, data), without=without)
+        spec = inputs.read_spec(inputs.LoadedSpec(file, data), without=without)
         self.spec, self.data, self.base = spec, data, file.parent
         self.new, self.without, self.storage = new, without, storage
         self.engine = plugins.engine_of(spec.work)
@@ -148,7 +138,7 @@ class _EngineRun:
 
         fidelity = self.spec.control.fidelity
         self.require_ready()
-        with self.watchers, ExitStack() as agents, loaded_plugins(self.without) as loaded:
+        with self.watchers, ExitStack() as agents, inputs.loaded_plugins(self.without) as loaded:
             if self.spec.on_each_host and fidelity != ESTIMATE:
                 loaded.use_devices(*self._use_hosts(agents))
             dependencies = Dependencies(
@@ -219,7 +209,7 @@ class _EngineRun:
             storage = redact_text(fixed_fields.get("storage") or "its own journal")
             text = N_("{folder} has its trials in {storage}: use the same --storage, or --new")
             raise RunError(_(text, folder=self.directory.path, storage=storage))
-        same_spec = identity["task"].get("spec") == redact_data(without_budget(self.data))
+        same_spec = identity["task"].get("spec") == redact_data(inputs.without_budget(self.data))
         baseline: Mapping[str, KnobValue] | None = fixed_fields.get("baseline")
         return baseline if same_spec else self.spec.baseline
 
@@ -235,7 +225,7 @@ class _EngineRun:
         candidate = problem.baseline if self.spec.control.fidelity == RUN else None
         warn(self.engine.trial_notes(problem.platform, candidate))
         fixed_fields = {"baseline": problem.baseline.as_dict(), "storage": storage, "network": self.network}
-        self.name = directory.claim(fixed_task(self.data, problem), fixed_fields)
+        self.name = directory.claim(inputs.fixed_task(self.data, problem), fixed_fields)
         choices, objective = problem.space.choices, self.spec.objective
         try:
             saved = saved_trials(directory.path, read_result(directory.path))
@@ -264,13 +254,13 @@ class _EngineRun:
                 folder=directory.path,
             )
             warn([text + "; " + _("--new starts over")])
-        write_spec(directory.path, self.data, self.base)
+        inputs.write_spec(directory.path, self.data, self.base)
         self.watchers.begin(self.name, str(directory.path.resolve()), problem.platform.task, self.data)
         return store
 
     def _save(self, result: TuneResult) -> Outcome:
         folder = self.directory.path
-        outcome = save(result, folder, with_fidelity(with_absolute_paths(self.data, self.base)))
+        outcome = save(result, folder, inputs.with_fidelity(inputs.with_absolute_paths(self.data, self.base)))
         warn(noise_warnings(result.plan))
         warn(notes_of(outcome.data))
         try:
@@ -322,7 +312,7 @@ def each_engine(
     with writable(run_dir):
         _copy_best(run_dir / order[0], run_dir)
         write(run_dir / "result.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-        write_spec(run_dir, data, run_dir)
+        inputs.write_spec(run_dir, data, run_dir)
     return replace(winner, run_dir=run_dir, data=result)
 
 

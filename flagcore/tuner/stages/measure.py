@@ -7,6 +7,8 @@ A server's trial program stops its load itself, as soon as its step time is cert
 
 A training trial with too little time for its steps is measured with fewer, at least MIN_STEPS. After its first step, it
 is stopped at once if there is no time for a second one.
+
+`compare` checks that a measured trial has the answers of the baseline.
 """
 
 import logging
@@ -19,6 +21,7 @@ from typing import NamedTuple
 
 from flagcore.contracts import Platform, RunningLaunch
 from flagcore.domain.chip import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
+from flagcore.domain.knob import ANSWERS
 from flagcore.domain.launch import INCONCLUSIVE, LONGEST_REASON, Exit, failure
 from flagcore.domain.spec import Control, objective_value
 from flagcore.domain.steps import MIN_STEPS, is_step_time, steps_in_time, warmup_steps
@@ -412,3 +415,25 @@ def _of_groups(
         yield group_devices, group.devices_per_node, hosts[: group.nodes]
         devices = [{**each, "device": each["device"] - group.devices} for each in devices[len(group_devices) :]]
         hosts = hosts[group.nodes :]
+
+
+def compare(platform: Platform, trial: Trial, baseline: Trial, folders: tuple[str, str]) -> Trial:
+    """Return a measured trial with the difference of its answers to the baseline's, or as invalid if it is too large.
+
+    `folders`: of both. Nothing is compared if the baseline was not measured, or steps of both have other samples.
+    """
+    cuts = {each.shortened and (each.shortened.global_batch_size, each.fewer_nodes) for each in (trial, baseline)}
+    changed = {name for name, _value in {*trial.candidate.items} ^ {*baseline.candidate.items}}
+    is_measured = trial.state is baseline.state is TrialState.MEASURED
+    if not (is_measured and changed and trial.measurement) or len(cuts) > 1:
+        return trial
+    knobs = {each.name: each.answers for each in (*platform.engine.knobs, *platform.knobs)}
+    change = max((knobs.get(name, ANSWERS[1]) for name in changed), key=ANSWERS.index)
+    try:
+        found = platform.engine.answers(platform.task.for_engine(), change, *folders)
+    except FlagError as error:
+        return replace(trial, state=TrialState.INVALID, reason=str(error))
+    trial = replace(trial, measurement=replace(trial.measurement, answers=found))
+    if found is None or found.difference <= found.limit:
+        return trial
+    return replace(trial, state=TrialState.INVALID, reason=f"other answers than the baseline: {found.text}")

@@ -153,7 +153,6 @@ DETECTOR = AmdDetector(
     visible=("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     outer="ROCR_VISIBLE_DEVICES",
     empty_is_unset=True,
-    vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     device_file="dev/kfd",
     pci_vendor=PCI_VENDOR,
     pci_classes=("0x0380", "0x12"),  # without VGA controllers (0x0300), as for other vendors

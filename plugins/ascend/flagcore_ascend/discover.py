@@ -77,7 +77,6 @@ DETECTOR = DeviceDetector(
     tool="npu-smi",
     listing=list_with(read, "npu-smi info", processes=processes),
     visible=("ASCEND_RT_VISIBLE_DEVICES",),
-    vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     own_variables=("ASCEND_", "HCCL_"),
     device_file="dev/davinci[0-9]*",
     pci_vendor=PCI_VENDOR,

@@ -16,10 +16,6 @@ COMMUNICATOR_BYTES = 2 * 200 * 2**20
 """Each communicator allocates 400 MiB: twice HCCL_BUFFSIZE (default: 200 MB), for data that is sent and for data that
 is received (CANN 9.0, reference of environment variables, envref_07_0080)."""
 
-SLACK = 0.02
-"""Estimated: torch_npu's allocator is modelled on torch's, which reserves 0.05% to 3% more than it allocates on other
-chips."""
-
-MEMORY = usual_memory(fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES, communicator=COMMUNICATOR_BYTES)
+MEMORY = usual_memory(context_bytes=DRIVER_BYTES + CONTEXT_BYTES, communicator=COMMUNICATOR_BYTES)
 
 plugin: VendorPlugin = VendorPlugin(package="flagcore_ascend", vendor="ascend", detector=DETECTOR, memory=MEMORY)

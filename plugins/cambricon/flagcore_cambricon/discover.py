@@ -124,7 +124,6 @@ DETECTOR = DeviceDetector(
     tool="cnmon",
     listing=list_with(read, "cnmon"),
     visible=("MLU_VISIBLE_DEVICES",),
-    vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     own_variables=("MLU_", "CNCL_", "NEUWARE_"),
     device_file="dev/cambricon_dev[0-9]*",
     pci_vendor=PCI_VENDOR,

@@ -63,17 +63,12 @@ def x8_topology(group: NodeGroup, topo: str | None = None) -> Topology | None:
 
 
 CONTEXT_BYTES = 1.0 * 2**30
-"""Estimated memory of the context and CNCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured on
-an MLU.
+"""Estimated memory of the context and CNCL buffers: Megatron-LM's notes say 1 to 3 GiB; not measured on an MLU.
 
 An idle device shows 0 MiB in use (cnmon 5.10.13, MLU370-X8), so the driver reserves nothing.
 """
 
-SLACK = 0.02
-"""Estimated: torch_mlu's allocator is derived from torch's, which reserves 0.05% to 3% more than it allocates on other
-chips."""
-
-MEMORY = usual_memory(fragmentation=SLACK, context_bytes=CONTEXT_BYTES)
+MEMORY = usual_memory(context_bytes=CONTEXT_BYTES)
 
 
 class CambriconPlugin(VendorPlugin):

@@ -57,7 +57,6 @@ DETECTOR = DeviceDetector(
     tool="efsmi",
     listing=list_with(read, "efsmi -q"),
     visible=("TOPS_VISIBLE_DEVICES",),
-    vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     own_variables=("TOPS_", "ENFLAME_"),
     device_file="dev/gcu[0-9]*",
     pci_vendor=PCI_VENDOR,

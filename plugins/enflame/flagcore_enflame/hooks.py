@@ -8,13 +8,8 @@ DRIVER_BYTES = 1129 * 2**20
 """Memory of an S60 that `efsmi -q` shows as reserved, in addition to the memory in use: 1129 MiB."""
 
 CONTEXT_BYTES = 1.0 * 2**30
-"""Estimated memory of the context and ECCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured
-here."""
+"""Estimated memory of the context and ECCL buffers: Megatron-LM's notes say 1 to 3 GiB; not measured here."""
 
-SLACK = 0.02
-"""Estimated: torch_gcu's allocator is modelled on torch's, which reserves 0.05% to 3% more than it allocates on other
-chips."""
-
-MEMORY = usual_memory(fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
+MEMORY = usual_memory(context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
 
 plugin: VendorPlugin = VendorPlugin(package="flagcore_enflame", vendor="enflame", detector=DETECTOR, memory=MEMORY)

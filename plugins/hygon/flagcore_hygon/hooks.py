@@ -9,13 +9,8 @@ DRIVER_BYTES = 2 * 2**20
 hy-smi)."""
 
 CONTEXT_BYTES = 1.5 * 2**30
-"""Estimated memory of the HIP context and RCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not
-measured here."""
+"""Estimated memory of the HIP context and RCCL buffers: Megatron-LM's notes say 1 to 3 GiB; not measured here."""
 
-SLACK = 0.02
-"""Estimated: DTK's torch uses torch's caching allocator, which reserves 0.05% to 3% more than it allocates on other
-chips."""
-
-MEMORY = usual_memory(fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
+MEMORY = usual_memory(context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
 
 plugin: VendorPlugin = VendorPlugin(package="flagcore_hygon", vendor="hygon", detector=DETECTOR, memory=MEMORY)

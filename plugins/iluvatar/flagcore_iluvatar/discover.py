@@ -53,7 +53,6 @@ DETECTOR = DeviceDetector(
     tool="ixsmi",
     listing=list_with(read, "ixsmi"),
     visible=("CUDA_VISIBLE_DEVICES", "ILUVATAR_VISIBLE_DEVICES"),
-    vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     device_file="dev/iluvatar[0-9]*",
     pci_vendor=PCI_VENDOR,
     torch_device="cuda",

@@ -9,13 +9,8 @@ DRIVER_BYTES = 257 * 2**20
 513 MiB with 3.0.1)."""
 
 CONTEXT_BYTES = 1.0 * 2**30
-"""Estimated memory of the context and IXCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured
-here."""
+"""Estimated memory of the context and IXCCL buffers: Megatron-LM's notes say 1 to 3 GiB; not measured here."""
 
-SLACK = 0.02
-"""Estimated: CoreX's torch uses torch's caching allocator, which reserves 0.05% to 3% more than it allocates on other
-chips."""
-
-MEMORY = usual_memory(fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
+MEMORY = usual_memory(context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
 
 plugin: VendorPlugin = VendorPlugin(package="flagcore_iluvatar", vendor="iluvatar", detector=DETECTOR, memory=MEMORY)

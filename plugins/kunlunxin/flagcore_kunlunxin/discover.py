@@ -39,7 +39,6 @@ DETECTOR = DeviceDetector(
     tool="xpu-smi",
     listing=list_with(read, "xpu-smi", "xpu_smi", processes=processes),
     visible=("XPU_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
-    vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     own_variables=("XMLIR_", "BKCL_", "XDNN_"),
     device_file="dev/xpu[0-9]*",
     pci_vendor=PCI_VENDOR,

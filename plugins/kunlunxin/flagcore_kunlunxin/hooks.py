@@ -8,13 +8,8 @@ DRIVER_BYTES = 100 * 2**20
 """100 MiB are in use on an idle P800 in a container (PaddlePaddle's guide). Other sources show 0 to 4 MiB."""
 
 CONTEXT_BYTES = 1.5 * 2**30
-"""Estimated memory of the context and BKCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured
-here."""
+"""Estimated memory of the context and BKCL buffers: Megatron-LM's notes say 1 to 3 GiB; not measured here."""
 
-SLACK = 0.02
-"""Estimated: the vendor's torch uses torch's caching allocator, which reserves 0.05% to 3% more than it allocates on
-other chips."""
-
-MEMORY = usual_memory(fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
+MEMORY = usual_memory(context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
 
 plugin: VendorPlugin = VendorPlugin(package="flagcore_kunlunxin", vendor="kunlunxin", detector=DETECTOR, memory=MEMORY)

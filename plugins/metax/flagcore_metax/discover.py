@@ -138,7 +138,6 @@ DETECTOR = MetaxDetector(
     tool="mx-smi",
     listing=list_with(read, *TOOLS),
     visible=("MACA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
-    vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     own_variables=("MACA_",),
     device_file=DEVICE_FILE,
     pci_vendor=PCI_VENDOR,

@@ -69,14 +69,9 @@ DRIVER_BYTES = 826 * 2**20
 810 MiB, on N260 (driver 3.0.11) 666 MiB."""
 
 CONTEXT_BYTES = 1.0 * 2**30
-"""Estimated memory of the context and MCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured on
-MetaX."""
+"""Estimated memory of the context and MCCL buffers: Megatron-LM's notes say 1 to 3 GiB; not measured on MetaX."""
 
-SLACK = 0.02
-"""Estimated: MACA's torch uses torch's caching allocator, which reserves 0.05% to 3% more than it allocates on other
-chips."""
-
-MEMORY = usual_memory(fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
+MEMORY = usual_memory(context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
 
 
 PEER_MEMORY = "sys/kernel/mm/memory_peers/mxcd/version"

@@ -46,7 +46,6 @@ DETECTOR = DeviceDetector(
     tool="mthreads-gmi",
     listing=list_with(read, "mthreads-gmi", processes=processes),
     visible=("MUSA_VISIBLE_DEVICES",),
-    vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     own_variables=("MUSA_", "MTHREADS_"),
     device_file="dev/mtgpu.[0-9]*",
     pci_vendor=PCI_VENDOR,

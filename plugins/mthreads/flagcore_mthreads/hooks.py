@@ -9,13 +9,8 @@ DRIVER_BYTES = 86 * 2**20
 85813358592 bytes of 81920 MiB (aosudh.github.io, 2026-07-13). An idle device shows 0 to 10 MiB in use."""
 
 CONTEXT_BYTES = 1.0 * 2**30
-"""Estimated memory of the MUSA context and MCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not
-measured here."""
+"""Estimated memory of the MUSA context and MCCL buffers: Megatron-LM's notes say 1 to 3 GiB; not measured here."""
 
-SLACK = 0.02
-"""Estimated: torch_musa's allocator is modelled on torch's, which reserves 0.05% to 3% more than it allocates on other
-chips."""
-
-MEMORY = usual_memory(fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
+MEMORY = usual_memory(context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
 
 plugin: VendorPlugin = VendorPlugin(package="flagcore_mthreads", vendor="mthreads", detector=DETECTOR, memory=MEMORY)

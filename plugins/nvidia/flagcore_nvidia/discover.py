@@ -205,7 +205,6 @@ DETECTOR = DeviceDetector(
     listing=lambda seconds: _query(FIELDS, seconds),
     reading=lambda seconds: _query(READING_FIELDS, seconds),
     visible=("CUDA_VISIBLE_DEVICES",),
-    vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     device_file="dev/nvidia[0-9]*",
     pci_vendor=PCI_VENDOR,
     pci_classes=("0x0302", "0x12"),  # without VGA controllers: the GPU of a desktop may only drive its screen

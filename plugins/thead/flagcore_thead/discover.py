@@ -43,7 +43,6 @@ DETECTOR = DeviceDetector(
     tool="ppu-smi",
     listing=list_with(read, "ppu-smi", processes=processes),
     visible=("CUDA_VISIBLE_DEVICES",),
-    vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     own_variables=("PPU_", "PCCL_", "HGGC_"),
     device_file="dev/alixpu_ppu[0-9]*",
     pci_vendor=PCI_VENDOR,

@@ -8,13 +8,8 @@ DRIVER_BYTES = 9 * 2**20
 """Memory in use on an idle PPU-ZW810E: ppu-smi 1.17 to 1.28 shows 1 to 9 MiB."""
 
 CONTEXT_BYTES = 1.0 * 2**30
-"""Estimated memory of the context and PCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured
-here."""
+"""Estimated memory of the context and PCCL buffers: Megatron-LM's notes say 1 to 3 GiB; not measured here."""
 
-SLACK = 0.02
-"""Estimated: SAIL's torch uses torch's caching allocator, which reserves 0.05% to 3% more than it allocates on other
-chips."""
-
-MEMORY = usual_memory(fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
+MEMORY = usual_memory(context_bytes=DRIVER_BYTES + CONTEXT_BYTES)
 
 plugin: VendorPlugin = VendorPlugin(package="flagcore_thead", vendor="thead", detector=DETECTOR, memory=MEMORY)

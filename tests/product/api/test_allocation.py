@@ -7,8 +7,7 @@ import pytest
 
 from flagcore.api.inputs import LoadedSpec, read_spec
 from flagcore.domain.spec import Spec
-from tests.checks import refuses
-from tests.launchers.processes import program
+from tests.checks import program, refuses
 from tests.product.tasks import SHAPE
 
 TRAIN = {"engine": "megatron", "seq_length": 32, "global_batch_size": 8, "precision": "fp32"}

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from flagcore_llamacpp.engine import KNOBS
-from flagcore_megatron.engine import ENGINE
-from flagcore_megatron.predict import LABELS
+from flagcore_megatron.engine import ENGINE, LABELS
 from flagcore_megatron.space.knobs import BY_NAME
 
 from flagcore.api import estimate_jobs

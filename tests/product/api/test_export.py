@@ -27,8 +27,8 @@ from flagcore import api
 from flagcore.api.commands import export as targets
 from flagcore.errors import UsageError
 from flagcore.launchers import network
-from tests.launchers.processes import program
-from tests.product.doc_pages import ROOT
+from tests.checks import program
+from tests.product.block_checks import ROOT
 from tests.product.tasks import SHAPE
 
 EXPORTED = Path(__file__).parent / "exported"

@@ -24,8 +24,8 @@ from flagcore.api.commands import export as targets
 from flagcore.errors import FlagError
 from tests.product.api.stand_ins import start_all
 from tests.product.api.test_export import DYNAMO, SCHEMAS, server, started, written
+from tests.product.block_checks import ROOT
 from tests.product.cli.conftest import Project
-from tests.product.doc_pages import ROOT
 from tests.product.tasks import LLAMA_8B
 
 TARGETS = ("megatron", "flagscale", "vllm", "sglang", "llamacpp", "slurm", "kubernetes", "compose", "dynamo")

@@ -14,13 +14,12 @@ import pytest
 import yaml
 
 from flagcore import api
-from tests.checks import given
+from tests.checks import given, program
 from tests.cli.test_tune import imported
-from tests.launchers.processes import program
 from tests.plugins.conftest import Install
 from tests.plugins.conftest import install as install
+from tests.product.block_checks import BLOCKS
 from tests.product.cli.conftest import Answer, Flag, Project, Ran
-from tests.product.doc_pages import BLOCKS
 
 pytestmark = pytest.mark.slow
 Failures = Callable[[], list[dict[str, str]]]

@@ -17,8 +17,7 @@ import pytest
 
 from flagcore.domain.launch import PORT_VARIABLE
 from flagcore.launchers.network import free_port
-from tests.checks import books_balance
-from tests.launchers.processes import within
+from tests.checks import books_balance, within
 from tests.product.cli.conftest import SERVER, Flag, Project, Ran
 
 pytestmark = [pytest.mark.slow, pytest.mark.spread]

@@ -17,7 +17,7 @@ import yaml
 from flagcore_testing import fakes
 
 from engines.megatron.tests.trial.trial_jobs import NEEDS_MEGATRON
-from tests.launchers.processes import program
+from tests.checks import program
 from tests.product.cli.conftest import Flag, flag  # noqa: F401 (fixture)
 from tests.product.tasks import PLAIN_SPACE, SHAPE
 

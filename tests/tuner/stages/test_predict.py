@@ -34,8 +34,8 @@ from flagcore.errors import FlagError, NoDevice
 from flagcore.tuner.search_state import count
 from flagcore.tuner.stages import predict as predict_module
 from flagcore.tuner.stages.build import build
-from flagcore.tuner.stages.compare import compare
 from flagcore.tuner.stages.learn import learn
+from flagcore.tuner.stages.measure import compare
 from flagcore.tuner.stages.predict import limit, predict, predict_columns, with_figures
 from flagcore.tuner.stages.prune import prune_by_trials
 from flagcore.tuner.stages.rank import untried

@@ -47,10 +47,10 @@ CONDITIONS: Mapping[str, Callable[[Effective], bool]] = {
     "is_never_evaluated": lambda effective: "eval_interval" not in effective,
     "reads_data": lambda effective: "data_cache_path" in effective or not effective.get("mock_data"),
 }
-"""The values of `when` in `trial_rules.yaml`."""
+"""The values of `when` in `trial_rules` of `reference.yaml`."""
 RULES = tuple(
     TrialRule(**{**row, "adds": tuple(row.get("adds", ())), "when": CONDITIONS.get(row.get("when", ""))})
-    for row in package_yaml(__package__, "trial_rules.yaml")
+    for row in package_yaml(__package__, "reference.yaml")["trial_rules"]
 )
 
 EQUIVALENT_ARGUMENTS = {

@@ -13,7 +13,7 @@ from flagcore_training.knobs import note_effects
 
 from flagcore.errors import join_errors
 from flagcore.spec.plain_data import Notes, package_yaml
-from flagcore_megatron.program.unmodelled import is_on, knows, not_predicted
+from flagcore_megatron.program.user_command import is_on, knows, not_predicted
 from flagcore_megatron.space.split import SPLIT
 from flagcore_megatron.space.stages import PATTERN, check_symbols
 

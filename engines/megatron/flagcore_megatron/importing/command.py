@@ -29,8 +29,7 @@ from flagcore_megatron.importing.arguments import (
     with_layers,
 )
 from flagcore_megatron.program.arguments import Argument, ArgumentProblem, ArgumentSpec, release_table
-from flagcore_megatron.program.unmodelled import SETTINGS, not_predicted
-from flagcore_megatron.program.user_command import detected_release, read_command
+from flagcore_megatron.program.user_command import SETTINGS, detected_release, not_predicted, read_command
 from flagcore_megatron.space.flags import parse_settings
 from flagcore_megatron.space.knobs import BY_NAME, SPACE_KNOBS, in_space
 from flagcore_megatron.space.split import EXPERT_TENSOR, TP

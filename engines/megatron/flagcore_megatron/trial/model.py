@@ -7,15 +7,16 @@ Initial weights do not depend on the layout, so every layout has the same losses
 from its global name. Every rank draws the whole weight and keeps its own part.
 """
 
+import functools
 import math
 import re
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from flagcore_training.trial.layers import NormOfInput, causal_mask, has_fused_norm
 from flagcore_training.weights import padded_vocab
 from megatron.core import parallel_state as groups
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -36,6 +37,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch.nn import functional
 
 from flagcore_megatron.trial.config import (
     accepted_arguments,
@@ -45,6 +47,49 @@ from flagcore_megatron.trial.config import (
     transformer_config,
 )
 from flagcore_megatron.trial.job import TrialJob
+
+
+def has_fused_norm(device: str) -> bool:
+    """Return whether torch has a kernel for RMS norms on devices of this type.
+
+    CPUs, torch before 2.9 and the builds of some vendors have none.
+    """
+    with suppress(RuntimeError):  # torch does not know the operator or the device
+        key = torch._C._dispatch_key_for_device(device)
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", key))
+    return False
+
+
+class NormOfInput(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
+    """RMS norm that stores only its input, like a fused kernel. Torch's separate kernels store two copies in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, weight: Any, eps: float | None) -> Any:
+        ctx.save_for_backward(hidden, weight)
+        ctx.eps = eps
+        return functional.rms_norm(hidden, weight.shape, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        hidden, weight = (each.detach().requires_grad_() for each in ctx.saved_tensors)
+        with torch.enable_grad():
+            normed = functional.rms_norm(hidden, weight.shape, weight, ctx.eps)
+        return (*torch.autograd.grad(normed, (hidden, weight), gradient), None)
+
+
+def own_positions(length: int, size: int, rank: int) -> torch.Tensor:
+    """Return the positions of a context-parallel rank: the chunks r and 2n-1-r of 2n, so that all compute as much."""
+    if size == 1:
+        return torch.arange(length)
+    chunks = torch.arange(length).chunk(2 * size)
+    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
+
+
+@functools.lru_cache(maxsize=4)
+def causal_mask(length: int, size: int, rank: int, device: torch.device) -> torch.Tensor:
+    """Return which gathered keys each query of a rank attends to: boolean [length, length * size]."""
+    positions = [own_positions(length * size, size, each).to(device) for each in range(size)]
+    return positions[rank][:, None] >= torch.cat(positions)[None, :]
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from flagcore_training.trial.layers import own_positions
 from flagcore_training.trial.rank_device import RankDevice
 from flagcore_training.trial.steps import Step, timed_steps, token_rows
 from megatron.core import parallel_state as groups
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from flagcore_megatron.trial.job import TrialJob
-from flagcore_megatron.trial.model import BuiltModel
+from flagcore_megatron.trial.model import BuiltModel, own_positions
 
 
 def train(job: TrialJob, built: BuiltModel, rank_device: RankDevice) -> Iterator[Step]:

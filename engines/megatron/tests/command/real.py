@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.product.doc_pages import ROOT
+from tests.product.block_checks import ROOT
 
 PACKAGES = ROOT / "build" / "megatron-lm"
 MEGATRON = PACKAGES / "flag_scale" / "third_party" / "Megatron-LM"

@@ -9,7 +9,7 @@ from flagcore_megatron.command import checks
 from flagcore_megatron.command.launch import model_arguments, reference_launch
 from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.program.arguments import known_releases, release_table
-from flagcore_megatron.program.unmodelled import SETTINGS, TABLES
+from flagcore_megatron.program.user_command import SETTINGS, TABLES
 
 from engines.megatron.tests.command.scripts import LAUNCH, spec_of
 from flagcore.domain.spec import ClusterSpec, Spec

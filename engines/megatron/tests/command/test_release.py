@@ -27,7 +27,7 @@ from flagcore import api
 from flagcore.domain.knob import in_versions
 from flagcore.domain.spec import SettingValue
 from flagcore.errors import SpecErrors
-from tests.launchers.processes import program
+from tests.checks import program
 from tests.product import tasks
 
 INFO = """\

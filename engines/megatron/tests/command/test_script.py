@@ -11,8 +11,7 @@ from flagcore_megatron.program.user_command import user_command
 
 from engines.megatron.tests.command.scripts import LAUNCH, MODEL, read, spec_of
 from flagcore.errors import SpecError
-from tests.checks import given, refuses
-from tests.launchers.processes import program
+from tests.checks import given, program, refuses
 
 EXPECTED = tuple(MODEL.split())
 FORMS = {

@@ -22,7 +22,7 @@ from engines.megatron.tests.trial import trial_jobs
 from engines.megatron.tests.trial.trial_jobs import DENSE, EXPERTS, NEEDS_MEGATRON
 from flagcore.domain.launch import Exit, Launch
 from flagcore.launchers.local import LocalLauncher
-from tests.launchers.processes import within
+from tests.checks import within
 
 pytestmark = [NEEDS_MEGATRON, pytest.mark.slow, pytest.mark.together("training")]
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from flagcore.domain.model import Mixer, Product
-from flagcore_models.mixers.indexer import Indexer
+from flagcore_models.mixers.attention import Indexer
 
 
 @dataclass(frozen=True, kw_only=True)

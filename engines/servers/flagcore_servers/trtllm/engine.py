@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 from flagcore_importers.programs import strip_dashes
-from flagcore_models.quantized import has_fp8_cache
+from flagcore_models.keys import has_fp8_cache
 from flagcore_serving.job import EngineArg
 from flagcore_serving.launch.server import Instance, address
 from flagcore_serving.space import knobs, rules

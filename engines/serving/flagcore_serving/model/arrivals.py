@@ -5,8 +5,7 @@ from heapq import heappop, heappush
 from math import inf
 
 from flagcore_serving.model.price import Price
-from flagcore_serving.model.request import Request, SimulatedRun
-from flagcore_serving.model.sequences import Sequences
+from flagcore_serving.model.sequences import Request, Sequences, SimulatedRun
 from flagcore_serving.model.vision import ImageWork
 
 

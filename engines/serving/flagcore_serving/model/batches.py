@@ -6,7 +6,7 @@ from itertools import islice
 from math import ceil, inf
 
 from flagcore_serving.model.arrivals import Arrivals
-from flagcore_serving.model.request import Request
+from flagcore_serving.model.sequences import Request
 
 MIN_PIECES = 4
 """Minimum number of iterations that one prompt must fill for the simulation to compute them in one step. A choice."""

@@ -15,7 +15,7 @@ from heapq import heappop, heappush, heapreplace
 from math import ceil, inf
 
 from flagcore_serving.model.price import Price
-from flagcore_serving.model.request import Request
+from flagcore_serving.model.sequences import Request
 from flagcore_serving.model.simulation import Simulation
 from flagcore_serving.model.vision import ImageWork
 

@@ -13,7 +13,7 @@ from flagcore.domain.metrics import PERCENTILES, STATISTICS
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore_serving.load.figures import statistics_of, widest_limits
 from flagcore_serving.load.progress import LimitCheck
-from flagcore_serving.model.request import Request, SimulatedRun
+from flagcore_serving.model.sequences import Request, SimulatedRun
 
 MAX_REQUEST_TIMES = 20_000
 """Maximum number of requests whose latencies are stored. Of more requests, an evenly spaced sample is stored."""

@@ -12,7 +12,7 @@ from itertools import count
 from math import ceil
 
 from flagcore_serving.model.batches import Batches, steps_within
-from flagcore_serving.model.request import SimulatedRun
+from flagcore_serving.model.sequences import SimulatedRun
 
 STEADY_TURNS, EVEN = 2, 1.01
 """The turns of all groups of a pipeline in which nothing changes, before the next ones are computed in one step, and

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 from flagcore_importers.programs import strip_dashes
 from flagcore_models.gguf import context_length
-from flagcore_models.keys import context_of, section_of
+from flagcore_models.keys import context_of, format_of_weights, is_mxfp4, section_of
 from flagcore_models.layers import attention_counts, mixer_counts, weights_by_group
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.parts.tower import VisionTower
 from flagcore_models.public import GGUF_BITS, find_public
-from flagcore_models.quantized import format_of_weights, is_mxfp4
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task

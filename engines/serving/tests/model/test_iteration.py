@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from flagcore_models.catalogue import public_model
 from flagcore_models.layers import parameters
+from flagcore_models.mixers.attention import Indexer
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
-from flagcore_models.mixers.indexer import Indexer
 from flagcore_models.public import find_public
 from flagcore_serving.model.experts import imbalance
 from flagcore_serving.model.iteration import NODES, interpolate, iteration_costs

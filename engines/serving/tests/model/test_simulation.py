@@ -13,8 +13,8 @@ from flagcore_serving.model.closed_loop import ClosedLoop, steady_state
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
 from flagcore_serving.model.iteration import IterationCosts
 from flagcore_serving.model.price import Lane, Price
-from flagcore_serving.model.request import SimulatedRun
 from flagcore_serving.model.request_times import SimulationCheck
+from flagcore_serving.model.sequences import SimulatedRun
 from flagcore_serving.model.simulation import Simulation
 from flagcore_serving.model.work import UNFITTED
 

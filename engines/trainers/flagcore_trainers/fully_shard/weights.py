@@ -278,3 +278,12 @@ def small_weights(model: Model, most: float) -> int:
     for product, number in products.items():
         sizes += [(product.inputs * each.width, number * product.copies) for each in product.layers]
     return sum(size * number for size, number in sizes if size <= most)
+
+
+def modules_of_layers(model: Model) -> int:
+    """Return the modules of all layers in transformers, 14 in a layer of `modeling_llama.py` before 4.48: the layer,
+    its parts, each with a norm and an activation function or rotary embedding, and the linear layers and norms inside.
+    Routed experts are one module, as in 5.24, whose attention has no rotary embedding of its own."""
+    products, layers = product_counts(model).items(), layer_counts(model).items()
+    linear = sum(n * (len(each.layers) if each.copies == 1 else each.name == "up") for each, n in products)
+    return linear + sum(n * (1 + sum(3 + len(part.norms) for part in each.parts)) for each, n in layers)

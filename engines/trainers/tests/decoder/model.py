@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
+from flagcore_megatron.trial.model import NormOfInput, causal_mask, has_fused_norm
 from flagcore_models.layers import layers_of
 from flagcore_models.mixers import attention
 from flagcore_training.adapters import has_adapter
-from flagcore_training.trial.layers import NormOfInput, causal_mask, has_fused_norm
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh

@@ -1,4 +1,7 @@
-"""Time of one layer for one micro-batch, dense or with experts: kernels and collectives, forward and backward."""
+"""Time of one layer for one micro-batch, dense or with experts: kernels and collectives, forward and backward.
+
+Also that of the vision tower for its images, without its patch embedding.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,18 +10,18 @@ from operator import add
 
 import numpy as np
 from flagcore_models.layers import head_of
-from flagcore_models.mixers.attention import Attention
-from flagcore_models.mixers.indexer import Indexer
+from flagcore_models.mixers.attention import Attention, Indexer
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_models.mixers.mamba import Mamba
 from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_models.networks.experts import Experts
 from flagcore_models.parts.tables import Embedding, Head
+from flagcore_models.parts.tower import VisionTower
 
 from flagcore.contracts import AttentionShape, Costs
 from flagcore.domain.model import Layer, Mixer, Network, Part, Product
 from flagcore.domain.space import FloatArray
-from flagcore_training.layout import LayerLayout, Training
+from flagcore_training.layout import LayerLayout, Tower, Training
 from flagcore_training.lengths import attention_length, one_by_one
 from flagcore_training.time.experts import moe_block
 from flagcore_training.time.passes import (
@@ -38,6 +41,7 @@ from flagcore_training.time.passes import (
     norm_seconds,
 )
 from flagcore_training.time.products import adapter_launches, product_time
+from flagcore_training.vision import tower_layout, tower_training
 from flagcore_training.weights import padded_vocab
 
 LAUNCHES = {True: (50.0, 27.0), False: (103.0, 55.0)}
@@ -356,3 +360,25 @@ def _fused_core(
     rescaling = ring * kernels.memory_seconds(3.0 * output)
     forward = share * kernels.attention_seconds(shape, precision) / context + rescaling
     return forward, share * kernels.attention_backward_seconds(shape, precision) / context + 2.0 * rescaling
+
+
+def tower_block(train: Training, tower: Tower, layout: LayerLayout, costs: Costs) -> Block:
+    """Return the time of the tower's layers and mergers. Nothing before frozen layers needs gradients."""
+    vision, own, mesh = tower.vision, tower_training(tower, train), tower_layout(tower, layout)
+    whole = VisionTower(vision=vision)
+    layer = layer_time(own, mesh, costs, whole.layer) * float(vision.num_layers)
+    if tower.frozen:
+        layer = Block(layer.forward, layer.backward * 0.0, layer.weight * 0.0, layer.repeated * 0.0)
+    rows = mesh.tokens(own.sequence) / vision.merge_size**2
+    mergers = (
+        linear(costs.kernels, rows, each.inner(mesh.tensor), each.outer(mesh.tensor), own.precision)
+        * float(each.copies)
+        for each in whole.merging
+    )
+    products = reduce(add, mergers)
+    return layer + Block(
+        Seconds.from_compute(products.forward),
+        Seconds.from_compute(products.input_gradient * (not tower.frozen)),
+        products.weight_gradient * (not tower.frozen_mergers),
+        Seconds.from_compute(0.0 * products.forward),
+    )

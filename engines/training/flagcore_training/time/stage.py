@@ -19,9 +19,8 @@ from flagcore_training.lengths import in_time, one_by_one
 from flagcore_training.memory.states import split_parameters
 from flagcore_training.memory.stored_activations import offloaded_bytes
 from flagcore_training.stages import Stage, StageGroups
-from flagcore_training.time.layer import embedding_time, head_time, layer_time
+from flagcore_training.time.layer import embedding_time, head_time, layer_time, tower_block
 from flagcore_training.time.passes import Block, Seconds, StageTime, Total
-from flagcore_training.time.vision import tower_block
 from flagcore_training.vision import tower_repeats
 from flagcore_training.weights import layer_parameters, own_share, stage_parameters
 

@@ -70,8 +70,9 @@ def chip_files_match_chip_names(plugin: Subject) -> Problems:
     for name, content in need(files, "the plugin has no chips/*.yaml"):
         chip, path = str(content.get("chip")), name.partition(" ")[0]
         file = f"chips/{chip.casefold().replace(' ', '-')}.yaml"
-        is_named = path == file or (sizes[path] > 1 and file.startswith(path.removesuffix(".yaml")))
-        fix = f"name the file {file[6:]}, or a series by the start of its names"
+        stem, of_vendor = path.removesuffix(".yaml"), f"chips/{content.get('vendor')}.yaml"
+        is_named = path == file or (sizes[path] > 1 and (path == of_vendor or file.startswith(stem)))
+        fix = f"name the file {file[6:]}, a series by the start of its names, or several chips by their vendor"
         yield not is_named, f"{name}: chip is {chip}", fix
         yield is_named and names and chip not in names, f"{name}: flagcore_chips does not return {chip}"
 
