@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by nohup, so it stays ignored
             signal.signal(number, signal.default_int_handler)
-    gc.set_threshold(20_000, 20, 20)  # modules and plans have few cycles: looking for them takes a twelfth of a plan
+    gc.set_threshold(300_000, 20, 20)  # modules and plans have few cycles: looking for them takes a tenth of a plan
     _configure_streams()
     _choose_language()
     status = _run(list(sys.argv[1:] if argv is None else argv))

@@ -96,7 +96,8 @@ def baseline_section(knobs: Sequence[Knob], suffix: str) -> type[Section]:
     return section_of(f"Baseline{suffix}", doc, rows)
 
 
-def candidate_section(knobs: Sequence[Knob]) -> type[Section]:
+@lru_cache(maxsize=64)
+def candidate_section(knobs: tuple[Knob, ...]) -> type[Section]:
     """Return the pydantic model of a job record's candidate for these knobs. It also accepts settings."""
     doc = "One candidate of a job record."
     return section_of("Candidate", doc, [(knob, _nullable_type(knob), None) for knob in knobs])

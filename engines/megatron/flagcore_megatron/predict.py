@@ -404,12 +404,12 @@ def _interval(
     intervals += [SHARED_CPU_INTERVAL] * any(each.synchronous for each in costs.groups)
     causes = [(min(low for low, _ in intervals), max(high for _, high in intervals))]
     causes += [ESTIMATED_INTERVAL] * any(each.guessed and not each.synchronous for each in costs.groups)
-    seconds = _whole_model(train, layout, costs_in_run(costs), blocks)
-    is_counted = bool(train.model.experts or other_mixers(train.model)) and not costs.synchronous
-    reach = HOST_RANGE if is_counted else 1.0
-    stage_s, fast_s, slow_s = (seconds(factor) for factor in (1.0, 1.0 / reach, reach))
-    share = (on_replica(time_s) + time_s["pp_bubble_s"]) / sum(time_s.values(), np.zeros(()))
-    hosts = [1.0 + share * (each / stage_s - 1.0) for each in (fast_s, slow_s)]
+    hosts: list[FloatArray] = [np.ones(())] * 2
+    if (train.model.experts or other_mixers(train.model)) and not costs.synchronous:  # their launches are counted
+        seconds = _whole_model(train, layout, costs_in_run(costs), blocks)
+        stage_s, *others = (seconds(factor) for factor in (1.0, 1.0 / HOST_RANGE, HOST_RANGE))
+        share = (on_replica(time_s) + time_s["pp_bubble_s"]) / sum(time_s.values(), np.zeros(()))
+        hosts = [1.0 + share * (each / stage_s - 1.0) for each in others]
     low, high = (
         np.sqrt(np.log(host) ** 2 + sum(np.log(each) ** 2 for each in bounds))
         for host, *bounds in zip(hosts, *causes, strict=True)

@@ -39,6 +39,8 @@ def defaults_of(engine: str) -> Mapping[str, Any]:
 def new_spec(engine: str, model: str, cluster: Mapping[str, Any], values: Mapping[str, Any]) -> ImportedSpec:
     """Return a spec for a model (a path or a public name). `values` has the keys of `defaults_of`. Raises SpecError."""
     data = _data_of(engine, model, cluster, values)
+    check_spec(LoadedSpec(job_name(Path(model).name), data))
+    check_chips(cluster)
     sections = {"": CommonSection, "cluster": ClusterSection, **_documents_of(engine).PARTS}
     return ImportedSpec(data=data, notes=tuple(_comments(data, sections)))
 
@@ -50,8 +52,6 @@ def _data_of(engine: str, model: str, cluster: Mapping[str, Any], values: Mappin
     *_section, inner = list(_documents_of(engine).PARTS)[-1].split(".")
     data[kind] = {"engine": engine, **(values if inner == kind else {inner: dict(values)})}
     data["auto_tuner"] = {"control": {"max_trials": 20, "max_time": 3600}}
-    check_spec(LoadedSpec(job_name(Path(model).name), data))
-    check_chips(cluster)
     return data
 
 

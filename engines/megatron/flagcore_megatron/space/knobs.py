@@ -29,6 +29,7 @@ KNOBS = (*SPACE_KNOBS, meshes.KNOB, *_KNOBS[len(SPACE_KNOBS) :])
 """All knobs of Megatron."""
 
 BY_NAME: Mapping[str, Knob] = {knob.name: knob for knob in KNOBS}
+_OF_RECORDS = [(knob, knob.axis(())) for knob in _KNOBS if knob.searchable or "record" in knob.scope]
 
 
 def axes(task: Task) -> tuple[Axis, ...]:
@@ -48,8 +49,7 @@ def candidate_columns(values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
 
     Knobs that only job records have are 0 if they are missing. Meshes are omitted, because they depend on the task.
     """
-    knobs = [knob for knob in KNOBS if knob is not meshes.KNOB and (knob.searchable or "record" in knob.scope)]
-    return {knob.name: _column(knob, values.get(knob.name, knob.neutral)) for knob in knobs}
+    return {knob.name: _column(knob, axis, values.get(knob.name, knob.neutral)) for knob, axis in _OF_RECORDS}
 
 
 def columns(task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
@@ -78,9 +78,9 @@ def _require_no_meshes(key: str, value: KnobValue) -> None:
         raise SpecError(key=key, value=value, problem=problem, fix=fix)
 
 
-def _column(knob: Knob, value: KnobValue) -> IntArray:
+def _column(knob: Knob, axis: Axis, value: KnobValue) -> IntArray:
     try:
-        code = knob.axis(()).encode(value)
+        code = axis.encode(value)
     except (ValueError, TypeError):
         raise SpecError(key=knob.name, value=value, problem="is not a valid value of this knob") from None
     return np.array([code], dtype=np.int64)
