@@ -53,8 +53,8 @@ MODELS = {
 MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj")
 OFFLOAD = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 
-WIDE = ("experts", "latent attention")
-"""Models whose structure the small one with few experts has, too."""
+WIDE = ("dense", "experts", "latent attention")
+"""Models whose structure a small one has, too."""
 
 each_model = pytest.mark.parametrize(
     "model",

@@ -213,7 +213,7 @@ def test_bounds_hold_and_keep_the_first_layouts(
     assert "far_too_large" in {each.rule for each in report.rules}
 
 
-@pytest.mark.parametrize("chip", ["C550", "MLU370-X8"])
+@pytest.mark.parametrize("chip", ["C550", pytest.param("MLU370-X8", marks=pytest.mark.long)])
 def test_plans_for_several_hosts_have_times_and_keep_tensor_parallelism_within_a_host(
     chip: str, caplog: pytest.LogCaptureFixture
 ) -> None:

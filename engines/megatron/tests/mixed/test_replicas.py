@@ -66,7 +66,7 @@ def every(job: Task) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("model", [pytest.param(MODEL, marks=pytest.mark.long), EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize(("capacity", "batch"), [((80e9, 80e9), 32), ((9e9, 6e9), 32), ((80e9, 80e9), 27)])
 def test_the_planned_data_splits_have_the_best_of_all(model: Model, capacity: tuple[float, float], batch: int) -> None:
     made, lists = pair(*capacity, devices=4), {"context_parallel_size": (1,), "use_distributed_optimizer": (True,)}

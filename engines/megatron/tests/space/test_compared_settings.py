@@ -289,7 +289,7 @@ def typed(task: Task, settings: dict[str, SettingValue]) -> Task:
     return replace(task, spec=replace(task.spec, work=replace(task.spec.train, settings=settings, assumed={})))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp8", marks=pytest.mark.long)])
 @pytest.mark.parametrize("model", [tasks.DENSE, tasks.EXPERTS, TWO_TOKENS], ids=["dense", "experts", "mtp"])
 @pytest.mark.parametrize("own", [{}, {"cuda_graph_impl": "transformer_engine"}], ids=["plain", "graphs"])
 def test_each_candidate_is_predicted_with_the_settings_that_are_legal_with_it(
