@@ -18,6 +18,7 @@ from flagcore_training.commands import cluster_of, parse, with_places
 from flagcore_training.frameworks import CONFIG, DEPTHS, MEGATRON, PROGRAM, RECOMPUTE, SIZES, Reading, framework_of
 from flagcore_training.knobs import note_effects
 from flagcore_training.lengths import assumed_lengths
+from flagcore_training.peft import Peft
 
 from flagcore.domain.launch import Start
 from flagcore.domain.model import Model
@@ -90,6 +91,10 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
     targets = train.get("adapter", {}).get("targets")
     if absent := absent_targets(shape, targets and Adapter(targets=tuple(targets))):
         notes.note("adapter", f"{', '.join(absent)}: the model has no such layers", "train.adapter")
+    is_peft = "adapter" in train and not read.on_megatron and "peft.dim" not in read.keys["rank"].names
+    if is_peft and Peft.of(shape).refuses(targets):
+        text = f"PEFT 0.21 ends with an error, as it puts none beside out_proj of {shape.family}: name the other layers"
+        notes.note("adapter", text, "train.adapter")
     of_stage = _of_stage(read, total, micro * replicas, notes)
     tuner: dict[str, Any] = {"baseline": {**baseline, "micro_batch_size": of_stage or micro}}
     names = {"deepspeed": (fs.AC, fs.TP, fs.CP), "fsdp2": (fs.STATES, fs.REDUCE)}.get(own["engine"], ())

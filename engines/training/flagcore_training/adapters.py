@@ -37,12 +37,19 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "linear_fc1_gate": ("gate_proj",),
     "linear_fc1_up": ("up_proj",),
     "linear_fc2": ("down_proj",),
+    **dict.fromkeys(("qkv_proj", "query_key_value", "wqkv"), ("q_proj", "k_proj", "v_proj")),
+    **dict.fromkeys(("dense", "wo"), ("o_proj",)),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "w1": ("gate_proj",),
+    **dict.fromkeys(("w3", "fc1", "dense_h_to_4h"), ("up_proj",)),
+    **dict.fromkeys(("w2", "fc2", "dense_4h_to_h"), ("down_proj",)),
+    **dict.fromkeys((f"in_proj_{each}" for each in ("qkvz", "ba", "qkv", "z", "a", "b")), ("in_proj",)),
     "q_a_proj": ("q_proj",),
     "q_b_proj": ("q_proj",),
     "kv_a_proj_with_mqa": ("k_proj",),
     "kv_b_proj": ("v_proj",),
 }
-"""The targets of other names of layers: those of Megatron, and of latent attention in transformers."""
+"""The targets of other names of layers: those of Megatron, and of families of models in transformers."""
 TARGETS = get_args(Target)
 NOTED = re.compile(
     r"(?<!no )\b(?:(q?lora|dora)|peft)\b(?: +r(?:ank)? *=? *(\d+))?(?: on ((?:qkv|proj|fc1|fc2|\+)+)\b)?", re.IGNORECASE
