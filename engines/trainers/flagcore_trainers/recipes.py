@@ -82,6 +82,14 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
         train["adapter"]["fp32_experts"] = True
         text = "without it, experts are not quantized, but cast to fp32"
         notes.note(read.keys["experts"].names[0], text, "train.adapter.fp32_experts")
+    elif is_left:
+        text = "are not quantized: transformers 5 leaves them in 16 bits, which earlier releases do not"
+        notes.note("experts", text, "train.adapter")
+    is_cast = "base" in train.get("adapter", {}) or baseline.get("zero_stage") or read.is_on("pure")
+    if "adapter" in train and "loads_fp32" in read.row and not is_cast:
+        train["adapter"]["base"] = "fp32"
+        text = "is not set: weights are loaded in fp32, and frozen ones stay in it; bfloat16 halves their memory"
+        notes.note(name_of(read.keys["pure"].names[0]), text, "train.adapter.base")
     if "command" not in own:
         own |= {"command": read.words, "directory": str(read.directory)}
         text = f"trials of {own['engine']} do not start it: the spec is for `flag estimate` and `flag export`"

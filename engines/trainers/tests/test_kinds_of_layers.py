@@ -305,14 +305,22 @@ def test_experts_stay_in_16_bits_unless_the_adapter_says_that_they_are_quantized
     quantized, others = (DEEPSPEED.predict(job, columns, costs(job)).static_bytes[0] for job in jobs)
     experts = weights_by_group(EXPERTS)["experts"]
     assert others - quantized == pytest.approx(experts * (2.0 - BASE_BYTES["nf4"]))
-    memory = [memory_job(each, fsdp2_columns(), fused_norm=False).base_bytes for each in jobs]
+    memory = [memory_job(each, fsdp2_columns(), fused_norm=False).stored_bytes for each in jobs]
     assert memory == [(BASE_BYTES["nf4"], BASE_BYTES["nf4"]), (BASE_BYTES["nf4"], 2.0)]
+
+
+@pytest.mark.parametrize(("engine", "values"), [("fsdp2", {}), ("deepspeed", {ZERO: 0})])
+def test_all_frozen_weights_in_fp32_need_twice_their_memory(engine: str, values: dict[str, Any]) -> None:
+    adapters = (Adapter(targets=("q_proj",), base=each) for each in ("fp32", None))
+    wide, narrow = (predicted(engine, DENSE, values, devices=1, adapter=each) for each in adapters)
+    assert wide.static_bytes[0] - narrow.static_bytes[0] == pytest.approx(2.0 * parameters(DENSE), rel=0.08)
+    assert wide.step_time_s[0] < 1.1 * narrow.step_time_s[0]
 
 
 def test_experts_in_fp32_need_twice_their_memory_and_perhaps_more_time() -> None:
     plain = Adapter(kind="qlora", base="nf4", targets=("q_proj",))
     jobs = [task(EXPERTS, engine="fsdp2", adapter=replace(plain, fp32_experts=each)) for each in (True, False)]
-    memory = [memory_job(each, fsdp2_columns(), fused_norm=False).base_bytes for each in jobs]
+    memory = [memory_job(each, fsdp2_columns(), fused_norm=False).stored_bytes for each in jobs]
     assert memory == [(BASE_BYTES["nf4"], 4.0), (BASE_BYTES["nf4"], 2.0)]
     assert [[each.time for each in FSDP2.unmodelled(job)] for job in jobs] == [[(1.0, 15.0)], []]
 

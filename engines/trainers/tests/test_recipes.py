@@ -244,15 +244,6 @@ def test_axolotl_casts_experts_beside_quantized_layers(further: str, is_cast: bo
     assert found.get("fp32_experts", False) == is_cast
 
 
-@pytest.mark.parametrize(("target", "is_noted"), [("all", True), ("q_proj,out_proj", True), ("q_proj,in_proj", False)])
-def test_layers_beside_which_peft_puts_no_adapter_are_noted(target: str, is_noted: bool, folder: Path) -> None:
-    text = "model_name_or_path: nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B\nstage: sft\nfinetuning_type: lora\n"
-    (folder / "lora.yaml").write_text(f"{text}lora_target: {target}\n")
-    (folder / "job.sh").write_text("llamafactory-cli train lora.yaml\n")
-    found = read_command(None, ["job.sh"], chip="H100-SXM").notes
-    assert any("out_proj of nemotron_h" in note.text for note in found) == is_noted
-
-
 @pytest.mark.parametrize(
     ("options", "stage"),
     [

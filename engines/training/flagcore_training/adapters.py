@@ -22,9 +22,9 @@ from flagcore_training.layout import LayerSizes, Training
 from flagcore_training.lengths import ASSUMED, noted_lengths
 from flagcore_training.peft import Peft
 
-BASE_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / 64 / 256, "int8": 1.0}
-"""Bytes per quantized weight with its scales: 4 bits, an 8-bit scale per 64 weights, and an fp32 scale per 256 of them
-(QLoRA, arXiv 2305.14314, section 3). The scales of rows of 8 bits are left out."""
+BASE_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / 64 / 256, "int8": 1.0, "fp32": 4.0}
+"""Bytes per frozen weight in another format than the job's, with its scales: 4 bits, an 8-bit scale per 64 weights, and
+an fp32 scale per 256 of them (QLoRA, arXiv 2305.14314, section 3). The scales of rows of 8 bits are left out."""
 
 
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -138,7 +138,7 @@ def base_bytes(adapter: Adapter | None, value_bytes: float, peft: Peft | None, *
     """Return the bytes of a frozen weight of linear layers, or of experts, which PEFT's programs may leave or cast."""
     if adapter is None or adapter.base is None:
         return value_bytes
-    if experts and peft is not None and not adapter.quantized_experts:
+    if experts and peft is not None and not adapter.quantized_experts and adapter.base != "fp32":
         return 4.0 if adapter.fp32_experts else value_bytes
     return BASE_BYTES[adapter.base]
 
