@@ -102,8 +102,8 @@ class Adapter:
     targets: str | tuple[str, ...] = "all-linear"
     """Layers with an adapter: all-linear (all but embedding, router and head, or what a library takes), or projections
     of queries, keys, values, attention output, networks and experts, and of other mixers (in_proj, out_proj)."""
-    base: Annotated[str, OneOf(("nf4", "int8"))] | None = None
-    """Number format of the frozen linear layers; null: nf4 for qlora, else the precision of the job."""
+    base: Annotated[str, OneOf(("nf4", "int8", "fp32"))] | None = None
+    """Number format of the frozen linear layers, fp32 of all weights; null: nf4 for qlora, else that of the job."""
     quantized_experts: bool = False
     """Whether experts are in it, too, where a layer stores all of them as one parameter, as transformers 5 does."""
     fp32_experts: bool = False

@@ -118,7 +118,7 @@ class AdapterSection(RecordSection):
 def adapter_of(section: Section, _context: Context) -> Adapter:
     """Return the adapters that a section describes. Raises SpecError for quantized weights without QLoRA."""
     adapter = Adapter(**dict(section))
-    if adapter.base and adapter.kind == "lora":
+    if adapter.base not in (None, "fp32") and adapter.kind == "lora":
         raise spec_error("base", _("is for quantized weights"), value=adapter.base, fix="use kind: qlora, or remove it")
     targets = adapter.targets if isinstance(adapter.targets, str) else tuple(adapter.targets)
     return replace(adapter, targets=targets, base=adapter.base or ("nf4" if adapter.kind == "qlora" else None))

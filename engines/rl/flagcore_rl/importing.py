@@ -148,6 +148,11 @@ def _engines(read: Reading, notes: Notes) -> dict[str, Any]:
         trainer["settings"] = settings
     if read.is_on("adapter" if "adapter" in read.keys else "rank"):
         section = adapter_section("lora", read.number("rank"), read.value("targets"), read.value("base"))
+        is_wide = "loaded" in read.keys and read.value("loaded") == "float32" and str(kind).lower() != "deepspeed"
+        if is_wide and "base" not in section:
+            section["base"] = "fp32"
+            text = "float32: frozen weights stay in fp32, as they are loaded; bfloat16 halves their memory"
+            notes.note("dtype", text, "rl.trainer.adapter.base")
         trainer["adapter"] = section | ({"dropout": True} if read.is_on("dropout") else {})
     return {"trainer": trainer, "rollout": _rollout(read, notes), **_precision(read, "precision")}
 

@@ -18,6 +18,7 @@ from flagcore_training.commands import cluster_of, parse, with_places
 from flagcore_training.frameworks import CONFIG, DEPTHS, MEGATRON, PROGRAM, RECOMPUTE, SIZES, Reading, framework_of
 from flagcore_training.knobs import note_effects
 from flagcore_training.lengths import assumed_lengths
+from flagcore_training.peft import Peft
 
 from flagcore.domain.launch import Start
 from flagcore.domain.model import Model
@@ -81,6 +82,14 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
         train["adapter"]["fp32_experts"] = True
         text = "without it, experts are not quantized, but cast to fp32"
         notes.note(read.keys["experts"].names[0], text, "train.adapter.fp32_experts")
+    elif is_left:
+        text = "are not quantized: transformers 5 leaves them in 16 bits, which earlier releases do not"
+        notes.note("experts", text, "train.adapter")
+    is_cast = "base" in train.get("adapter", {}) or baseline.get("zero_stage") or read.is_on("pure")
+    if "adapter" in train and "loads_fp32" in read.row and not is_cast:
+        train["adapter"]["base"] = "fp32"
+        text = "is not set: weights are loaded in fp32, and frozen ones stay in it; bfloat16 halves their memory"
+        notes.note(name_of(read.keys["pure"].names[0]), text, "train.adapter.base")
     if "command" not in own:
         own |= {"command": read.words, "directory": str(read.directory)}
         text = f"trials of {own['engine']} do not start it: the spec is for `flag estimate` and `flag export`"
@@ -90,6 +99,10 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
     targets = train.get("adapter", {}).get("targets")
     if absent := absent_targets(shape, targets and Adapter(targets=tuple(targets))):
         notes.note("adapter", f"{', '.join(absent)}: the model has no such layers", "train.adapter")
+    is_peft = "adapter" in train and not read.on_megatron and "peft.dim" not in read.keys["rank"].names
+    if is_peft and Peft.of(shape).refuses(targets):
+        text = f"PEFT 0.21 ends with an error, as it puts none beside out_proj of {shape.family}: name the other layers"
+        notes.note("adapter", text, "train.adapter")
     of_stage = _of_stage(read, total, micro * replicas, notes)
     tuner: dict[str, Any] = {"baseline": {**baseline, "micro_batch_size": of_stage or micro}}
     names = {"deepspeed": (fs.AC, fs.TP, fs.CP), "fsdp2": (fs.STATES, fs.REDUCE)}.get(own["engine"], ())

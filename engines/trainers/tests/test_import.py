@@ -212,3 +212,29 @@ def test_sizes_in_python_are_asked_for(tmp_path: Path, monkeypatch: pytest.Monke
     for shards in ("", " --parallelism.data_parallel_shard_degree -1"):
         data = read_command(None, [words + shards]).data
         assert (data["train"]["global_batch_size"], data["cluster"]["devices_per_node"]) == (16, 8)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("further", "base"),
+    [("", "fp32"), ("--dtype bfloat16", None), ("--load_in_4bit", "nf4"), ("--deepspeed zero3.json", None)],
+)
+def test_trl_loads_weights_in_fp32_unless_told_otherwise(further: str, base: str | None, folder: Path) -> None:
+    words = "trl sft --model_name_or_path Qwen/Qwen3-8B --dataset_name x --max_length 1024 --packing --use_peft"
+    (folder / "job.sh").write_text(f"CUDA_VISIBLE_DEVICES=0 {words} {further}\n")
+    found = read_command(None, ["job.sh"], chip="H100-SXM").data["train"]["adapter"]
+    assert found.get("base") == base
+
+
+@pytest.mark.parametrize(("target", "is_noted"), [("all", True), ("q_proj,out_proj", True), ("q_proj,in_proj", False)])
+def test_layers_beside_which_peft_puts_no_adapter_are_noted(target: str, is_noted: bool, folder: Path) -> None:
+    text = "model_name_or_path: nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B\nstage: sft\nfinetuning_type: lora\n"
+    (folder / "lora.yaml").write_text(f"{text}lora_target: {target}\n")
+    (folder / "job.sh").write_text("llamafactory-cli train lora.yaml\n")
+    found = read_command(None, ["job.sh"], chip="H100-SXM").notes
+    assert any("out_proj of nemotron_h" in note.text for note in found) == is_noted

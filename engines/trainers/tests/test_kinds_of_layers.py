@@ -22,7 +22,7 @@ from flagcore_trainers.fully_shard.weights import layers_of_rank
 from flagcore_trainers.meaning import layout_of, training, weights_of_rank
 from flagcore_trainers.torchtitan import TORCHTITAN
 from flagcore_trainers.trainer import COMMAND
-from flagcore_training.adapters import BASE_BYTES
+from flagcore_training.adapters import BASE_BYTES, adapter_section
 
 from engines.models.tests.examples import layer_of
 from flagcore.domain.model import Mixer, Model, Product
@@ -276,6 +276,27 @@ def test_all_linear_layers_are_those_of_peft(family: str, sizes: dict[str, Any],
     assert weights_of_rank(training(job, 0, 0, states), layout_of(numbers), only_trained=True) == weights
 
 
+FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+OWN_INPUTS = ["q_proj", "o_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "names", "weights"),
+    [  # of `get_peft_model`, as above
+        ("phi3", GROUPED, FUSED, 23_552),
+        ("mixtral", {**GROUPED, "num_experts": 8}, ["q_proj", "w1", "w2", "w3"], 176_128),
+        ("qwen3_5_text", {**GROUPED, **DELTA}, OWN_INPUTS, 21_696),
+        ("phi", GROUPED, ["q_proj", "dense", "fc1", "fc2"], 18_432),
+    ],
+)
+def test_layers_have_the_names_of_a_family(family: str, sizes: dict[str, Any], names: list[str], weights: int) -> None:
+    shape = model_of_config({"model_type": family, **SIZES, **sizes}, name=family, file="config.json")
+    section: dict[str, Any] = adapter_section("lora", 8, names)
+    job = task(shape, engine="fsdp2", adapter=Adapter(rank=8, targets=tuple(section["targets"])))
+    sharded = memory_job(job, fsdp2_columns(), fused_norm=False)
+    assert layers_of_rank(sharded, layer_counts(shape), only_trained=True)[0] == weights
+
+
 def test_experts_stay_in_16_bits_unless_the_adapter_says_that_they_are_quantized() -> None:
     plain = Adapter(kind="qlora", base="nf4", targets=("q_proj",))
     adapters = [replace(plain, quantized_experts=each) for each in (True, False)]
@@ -284,14 +305,22 @@ def test_experts_stay_in_16_bits_unless_the_adapter_says_that_they_are_quantized
     quantized, others = (DEEPSPEED.predict(job, columns, costs(job)).static_bytes[0] for job in jobs)
     experts = weights_by_group(EXPERTS)["experts"]
     assert others - quantized == pytest.approx(experts * (2.0 - BASE_BYTES["nf4"]))
-    memory = [memory_job(each, fsdp2_columns(), fused_norm=False).base_bytes for each in jobs]
+    memory = [memory_job(each, fsdp2_columns(), fused_norm=False).stored_bytes for each in jobs]
     assert memory == [(BASE_BYTES["nf4"], BASE_BYTES["nf4"]), (BASE_BYTES["nf4"], 2.0)]
+
+
+@pytest.mark.parametrize(("engine", "values"), [("fsdp2", {}), ("deepspeed", {ZERO: 0})])
+def test_all_frozen_weights_in_fp32_need_twice_their_memory(engine: str, values: dict[str, Any]) -> None:
+    adapters = (Adapter(targets=("q_proj",), base=each) for each in ("fp32", None))
+    wide, narrow = (predicted(engine, DENSE, values, devices=1, adapter=each) for each in adapters)
+    assert wide.static_bytes[0] - narrow.static_bytes[0] == pytest.approx(2.0 * parameters(DENSE), rel=0.08)
+    assert wide.step_time_s[0] < 1.1 * narrow.step_time_s[0]
 
 
 def test_experts_in_fp32_need_twice_their_memory_and_perhaps_more_time() -> None:
     plain = Adapter(kind="qlora", base="nf4", targets=("q_proj",))
     jobs = [task(EXPERTS, engine="fsdp2", adapter=replace(plain, fp32_experts=each)) for each in (True, False)]
-    memory = [memory_job(each, fsdp2_columns(), fused_norm=False).base_bytes for each in jobs]
+    memory = [memory_job(each, fsdp2_columns(), fused_norm=False).stored_bytes for each in jobs]
     assert memory == [(BASE_BYTES["nf4"], 4.0), (BASE_BYTES["nf4"], 2.0)]
     assert [[each.time for each in FSDP2.unmodelled(job)] for job in jobs] == [[(1.0, 15.0)], []]
 

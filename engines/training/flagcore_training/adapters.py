@@ -22,9 +22,9 @@ from flagcore_training.layout import LayerSizes, Training
 from flagcore_training.lengths import ASSUMED, noted_lengths
 from flagcore_training.peft import Peft
 
-BASE_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / 64 / 256, "int8": 1.0}
-"""Bytes per quantized weight with its scales: 4 bits, an 8-bit scale per 64 weights, and an fp32 scale per 256 of them
-(QLoRA, arXiv 2305.14314, section 3). The scales of rows of 8 bits are left out."""
+BASE_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / 64 / 256, "int8": 1.0, "fp32": 4.0}
+"""Bytes per frozen weight in another format than the job's, with its scales: 4 bits, an 8-bit scale per 64 weights, and
+an fp32 scale per 256 of them (QLoRA, arXiv 2305.14314, section 3). The scales of rows of 8 bits are left out."""
 
 
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -37,12 +37,19 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "linear_fc1_gate": ("gate_proj",),
     "linear_fc1_up": ("up_proj",),
     "linear_fc2": ("down_proj",),
+    **dict.fromkeys(("qkv_proj", "query_key_value", "wqkv"), ("q_proj", "k_proj", "v_proj")),
+    **dict.fromkeys(("dense", "wo"), ("o_proj",)),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "w1": ("gate_proj",),
+    **dict.fromkeys(("w3", "fc1", "dense_h_to_4h"), ("up_proj",)),
+    **dict.fromkeys(("w2", "fc2", "dense_4h_to_h"), ("down_proj",)),
+    **dict.fromkeys((f"in_proj_{each}" for each in ("qkvz", "ba", "qkv", "z", "a", "b")), ("in_proj",)),
     "q_a_proj": ("q_proj",),
     "q_b_proj": ("q_proj",),
     "kv_a_proj_with_mqa": ("k_proj",),
     "kv_b_proj": ("v_proj",),
 }
-"""The targets of other names of layers: those of Megatron, and of latent attention in transformers."""
+"""The targets of other names of layers: those of Megatron, and of families of models in transformers."""
 TARGETS = get_args(Target)
 NOTED = re.compile(
     r"(?<!no )\b(?:(q?lora|dora)|peft)\b(?: +r(?:ank)? *=? *(\d+))?(?: on ((?:qkv|proj|fc1|fc2|\+)+)\b)?", re.IGNORECASE
@@ -131,7 +138,7 @@ def base_bytes(adapter: Adapter | None, value_bytes: float, peft: Peft | None, *
     """Return the bytes of a frozen weight of linear layers, or of experts, which PEFT's programs may leave or cast."""
     if adapter is None or adapter.base is None:
         return value_bytes
-    if experts and peft is not None and not adapter.quantized_experts:
+    if experts and peft is not None and not adapter.quantized_experts and adapter.base != "fp32":
         return 4.0 if adapter.fp32_experts else value_bytes
     return BASE_BYTES[adapter.base]
 

@@ -5,7 +5,7 @@ The experts of a layer are two parameters, and no linear layers. A test compares
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,10 @@ class Peft:
         """Return what PEFT does with a model. One with experts of an unknown family is taken as those of most."""
         family = model.family
         return cls(family, model.experts > 0 and (not family or family in TABLE["experts"]))
+
+    def refuses(self, targets: Sequence[str] | None) -> bool:
+        """Return whether it starts no training with adapters beside the layers `targets`, or all if None."""
+        return self.family in TABLE["no_outputs"] and (targets is None or "out_proj" in targets)
 
     def beside(self, adapter: Adapter, product: Product) -> list[tuple[int, int]]:
         """Return the rank and the outputs of each adapter beside one copy of a product.

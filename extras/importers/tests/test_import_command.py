@@ -243,3 +243,17 @@ def test_a_flag_that_the_newest_release_lacks_is_left_out() -> None:
     found = read_command(None, ["vllm serve Qwen/Qwen3-8B --disable-log-requests --swap-space 4"])
     assert [*found.data["serve"]["engine_args"]] == ["swap-space"]
     assert any("dropped" in each.text for each in found.notes if "disable-log-requests" in str(each))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python -m openrlhf.cli.train_kd --pretrain a",
+        "deepspeed --module openrlhf.cli.train_dpo --pretrain a",
+        "accelerate launch examples/scripts/dpo_vlm.py --model_name_or_path a",
+        "trl reward --model_name_or_path a",
+    ],
+)
+def test_training_of_preferences_is_said_not_to_be_predicted(command: str) -> None:
+    with pytest.raises(SpecError, match="starts training of preferences, rewards or a student"):
+        read_command(None, command.split())

@@ -81,7 +81,8 @@ def _with_pipeline(job: MemoryInputs) -> tuple[_Sizes, IntArray]:
         numbers = stage_layers(job, place)
         here = [(layer, 1.0 * (number > 0)) for layer, number in numbers.items()]
         (whole, _share), trained = (layers_of_rank(job, numbers, only_trained=each) for each in (False, True))
-        base = layers_of_rank(job, numbers, unit_bytes=job.base_bytes)
+        units = (job.base_bytes, job.stored_bytes)
+        (base, _), (_, share) = (layers_of_rank(job, numbers, unit_bytes=each) for each in units)
         layer = np.max([job.units[each].trained * is_here for each, is_here in here], axis=0)
         stored, outputs = act.of_stage(numbers, size)
         first, last = place == 0, np.where(splits, place == 0, place == size - 1.0)
@@ -89,10 +90,10 @@ def _with_pipeline(job: MemoryInputs) -> tuple[_Sizes, IntArray]:
         weights = whole + edges
         at_edges = edges * is_trained
         gradients, own_trained = trained[0] + at_edges, trained[1] + at_edges / n
-        frozen = 0.0 if is_trained else base[1] + u * edges / n
+        frozen = 0.0 if is_trained else share + max(u, job.stored_bytes[0]) * edges / n
         # The gradients of a backward in two passes wait for the next pass in their own data type.
         waiting = np.where((job.schedule == ZBV) & (r != u), u * gradients, 0.0)
-        gathered = u * weights if is_trained else u * (trained[0] + edges) + base[0]
+        gathered = u * weights if is_trained else u * (trained[0] + edges) + base
         held = 3.0 * job.main_bytes * own_trained + frozen + gathered + r * gradients + waiting
         turns = splits & (place == size - 1.0)  # both stages are of this rank, so nothing is sent between them
         neighbours = act.hidden * (2.0 * parts - first - last - 2.0 * turns)
@@ -152,11 +153,12 @@ def _reduction(job: MemoryInputs, weights: FloatArray, ranks: FloatArray) -> Flo
 def _without_pipeline(job: MemoryInputs) -> _Sizes:
     model, u, r, n, main = job.model, job.value_bytes, job.reduce_bytes, job.ranks, job.main_bytes
     table, (norm, own), (base, of_experts) = table_weights(job), root_weights(job), job.base_bytes
-    all_layers, share = layers_of_rank(job, layer_counts(model), unit_bytes=job.base_bytes)
+    units = (job.base_bytes, job.stored_bytes)
+    (all_layers, _), (_, share) = (layers_of_rank(job, layer_counts(model), unit_bytes=each) for each in units)
     trained, own_trained = layers_of_rank(job, layer_counts(model), only_trained=True)
     is_tied, is_trained = head_of(model).tied, job.adapter is None
     edges = table * (1.0 if is_tied else 2.0) + norm + own
-    frozen = 0.0 * share if is_trained else share + u * edges / n
+    frozen = 0.0 * share if is_trained else share + max(u, job.stored_bytes[0]) * edges / n
     own_trained, table_gradient = own_trained + edges / n * is_trained, table * is_trained
     states = np.where(job.offload, 0.0, 3.0 * main * own_trained + frozen)
     gradients = np.where(job.offload, 0.0, main * own_trained)

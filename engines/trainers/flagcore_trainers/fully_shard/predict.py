@@ -154,7 +154,9 @@ def layout_of(task: Task, columns: Columns) -> Layout:
 
 def training(task: Task, *, compiled: bool, compiled_loss: bool = False, schedule: str | None = None) -> Training:
     """Return the inputs to the shared formulas, of which the times of layers and of the pipeline are used."""
-    train = task.spec.train
+    train, adapter = task.spec.train, task.spec.train.adapter
+    if adapter and adapter.base == "fp32":  # each rank casts its shards before they are gathered
+        adapter = replace(adapter, base=None)
     return Training(
         model=replace(task.spec.model, mtp_num_layers=0),
         sequence=train.seq_length,
@@ -171,7 +173,7 @@ def training(task: Task, *, compiled: bool, compiled_loss: bool = False, schedul
             schedule=schedule,
             attention_kernel="flash",
             gradient_fusion=False,
-            adapter=train.adapter,
+            adapter=adapter,
             peft=Peft.of(task.spec.model),
             dispatcher=str(train.assumed.get(fs.DISPATCHER, "alltoall")),
             linked_devices=float(task.cluster.linked_devices),

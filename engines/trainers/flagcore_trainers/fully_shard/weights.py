@@ -108,11 +108,17 @@ class MemoryInputs:
         return Peft.of(self.model)
 
     @property
-    def base_bytes(self) -> tuple[float, float]:
-        """The bytes of a gathered weight of a layer, and of its routed experts."""
+    def stored_bytes(self) -> tuple[float, float]:
+        """The bytes of a weight of a layer between its passes, and of its routed experts."""
         others, experts = (
             base_bytes(self.adapter, self.value_bytes, self.peft, experts=each) for each in (False, True)
         )
+        return others, experts
+
+    @property
+    def base_bytes(self) -> tuple[float, float]:
+        """The same of a gathered weight, which is cast to the type of the products before, if that has fewer bytes."""
+        others, experts = (min(each, float(self.value_bytes)) for each in self.stored_bytes)
         return others, experts
 
     @cached_property

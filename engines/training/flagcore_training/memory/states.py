@@ -68,6 +68,7 @@ def frozen_state(
     """
     unit, options = float(train.value_bytes), train.options
     saved = 1.0 - base_bytes(options.adapter, unit, options.peft, experts=experts) / unit
+    linear = np.where(saved < 0.0, count, linear)  # all weights are in fp32
     weights = bytes_.weights * (1.0 - saved * linear / np.maximum(count, 1.0))
     return State(weights, *[np.zeros_like(weights)] * 3)
 
