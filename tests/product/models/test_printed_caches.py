@@ -51,7 +51,7 @@ def test_caches_of_hybrid_models_have_the_printed_size(
 
 
 def test_a_server_without_blocks_for_the_states_of_its_sequences_does_not_start() -> None:
-    """1,024 sequences, but 939 blocks: the profile charges graphs with buffers of prompts on chips without own kernels."""
+    """It has 939 blocks for 1,024 sequences: the profile charges graphs with buffers of prompts."""
     of = {"chip": "RTX-PRO-6000", "devices": 1, "model": "Qwen/Qwen3.8-27B-FP8"}
     assert not memory_of(version="0.27.0", **of)["fits"]
     assert memory_of(version="0.27.0", **of, max_num_seqs=512)["fits"]
