@@ -18,8 +18,9 @@ from flagcore_serving.space.settings import GRAPH_BYTES, GRAPH_TOKENS
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 
-RESERVES_GRAPHS_SINCE = (0, 20, 0)
-"""The first release whose cache leaves room for graphs by default (`VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS`)."""
+RESERVES_GRAPHS_SINCE = {"sm_": (0, 20, 0), "gfx": (0, 26, 0)}
+"""By architecture: the first release whose cache leaves room for graphs (`VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS` of
+`envs.py`, 0.25 and 0.26 `v1/worker/gpu_worker.py`). Earlier, they came in addition to the share of memory."""
 OF_GRAPH = 0.3e6
 """Bytes that vLLM reserves for a graph of a layer: 0.08 and 0.09 GiB for 4 and 5 graphs of 64 layers
 (noonghunna/club-3090 issues 617 and 434), 1.62 GiB for 86 (vllm-project/vllm pull request 39559)."""
@@ -76,9 +77,11 @@ def reserved_bytes(
     `tokens`, `seqs`: the limits of an iteration. `drafted`: drafted tokens of a sequence. A graph is captured for each
     size, in pieces, and once more as a whole for batches that only decode.
     """
-    if number < RESERVES_GRAPHS_SINCE:
-        return np.zeros(graphs.shape)
-    model, query = task.spec.model, 1 + drafted
+    model, query, architecture = task.spec.model, 1 + drafted, task.cluster.groups[0].chip.architecture
+    since = next((each for start, each in RESERVES_GRAPHS_SINCE.items() if architecture.startswith(start)), None)
+    if since is None or number < since:
+        outside = -GRAPH_BYTES * model.num_layers / values[PP].clip(1) * (since is not None)
+        return np.where(graphs > 0, outside, 0.0)
     largest = np.minimum(graphs, 2 * seqs * query)
     pieces, decodes = (
         np.searchsorted(SIZES, size, side="right") for size in (largest, np.minimum(graphs, seqs * query))
