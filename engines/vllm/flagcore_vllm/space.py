@@ -32,14 +32,14 @@ from flagcore_serving.space.knobs import (
     or_default,
 )
 from flagcore_serving.space.program import Program
-from flagcore_serving.space.settings import GRAPH_TOKENS, TIERS, Settings
+from flagcore_serving.space.settings import TIERS, Settings
 from flagcore_serving.space.weights import cache_bytes_per_token, context_limit, min_devices, weight_bytes
 
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
-from flagcore_vllm import cache, connectors, json_flags
+from flagcore_vllm import cache, connectors, json_flags, profile
 
 NEWEST = (0, 33, 0)
 """The release that is assumed if the version is unknown."""
@@ -58,9 +58,6 @@ CPU_BLOCK, GPU_BLOCK, MLA_CPU_BLOCK, INDEX_BLOCK = 128, 16, 16, 64
 """Default tokens of a block. The last one is that of sparse latent attention but on AMD's chips (0.33
 `v1/attention/backends/mla/indexer.py`)."""
 
-MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE, MORE_GRAPHS_ON = 1024, (0, 18), "sm_10"
-"""The largest captured batch in tokens on chips of the compute capability 10 (0.32 and 0.33: `config/vllm.py`), and the
-first release with it. The release follows from published points: 1,024 tokens took twice as long with 0.17."""
 SMALL_SINCE, SMALL_ON = (0, 33, 0), "sm_121"
 """The first release with the small default batches on the compute capability 12.1, and not 0.32 (`arg_utils.py`)."""
 CACHES_STATES_SINCE, CHECKS_STATES_SINCE = (0, 28, 0), (0, 19, 0)
@@ -252,22 +249,6 @@ def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> F
     return np.maximum(np.fmin(np.ceil(requested_bytes / 2**30), np.floor(room / 2**30)), 1.0)
 
 
-GRAPH_FLAGS = ("cudagraph-capture-sizes", "max-cudagraph-capture-size", "cuda-graph-sizes")
-"""The flags for the sizes of captured batches, of which the first two are also keys of the compilation config."""
-
-
-def graph_tokens(task: Task) -> int:
-    """Return the largest batch, in tokens, that vLLM captures as a graph."""
-    others = PROGRAM.parse(task.spec).others.items()
-    args = {key.replace("_", "-").removeprefix("compilation-config."): str(value) for key, value in others}
-    if sizes := re.findall(r"\d+", " ".join(args.get(flag, "") for flag in GRAPH_FLAGS)):
-        return max(map(int, sizes))
-    version = release(task.spec.serve.engine_version or "")
-    is_newer = version is None or version >= MORE_GRAPHS_SINCE
-    has_more = task.cluster.groups[0].chip.architecture.startswith(MORE_GRAPHS_ON)
-    return MORE_GRAPH_TOKENS if is_newer and has_more else GRAPH_TOKENS
-
-
 def block_tokens(task: Task, columns: Columns) -> IntArray:
     """Return the tokens of a block of the cache. On CPU cores, blocks are not aligned to states."""
     if Hardware.of(task).on_cores:
@@ -362,6 +343,10 @@ def settings(task: Task, columns: Columns) -> Settings:
     host_s = np.where(np.isin(values[SPECULATION], ON_HOST) & is_async(task), SYNCHRONOUS_SECONDS, host_s)
     # Pipelines were scheduled synchronously before (vllm-project/vllm #19970, #32618).
     host_s = np.where((values[PP] > 1) & (host_s == 0.0), np.nan, host_s)
+    drafted = np.where(values[SPECULATION] > 0, values[DRAFTED], 0)
+    graphs = np.where(~_without_graphs(values), profile.graph_tokens(task, other_args), 0)
+    whole = np.select([values[GRAPHS] == 0, values[GRAPHS] == PIECEWISE], [np.nan, 0.0], 1.0)
+    sizes = {"graphs": graphs, "whole": whole, "tokens": tokens, "seqs": seqs, "drafted": drafted}
     return Settings.of(
         task,
         values,
@@ -376,15 +361,17 @@ def settings(task: Task, columns: Columns) -> Settings:
         context_len=context,
         fits_context=values[CONTEXT] < 0,
         chunked=values[CHUNKED],
-        graph_tokens=np.where(~_without_graphs(values), graph_tokens(task), 0),
-        whole=np.select([values[GRAPHS] == 0, values[GRAPHS] == PIECEWISE], [np.nan, 0.0], 1.0),
+        graph_tokens=graphs,
+        whole=whole,
+        workspace_bytes=profile.reserved_bytes(task, PROGRAM.release(task.spec), values, **sizes),
+        logit_bytes=np.full(ranks.shape, profile.logit_bytes(PROGRAM.release(task.spec))),
         memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(values[MEMORY], default_share), np.nan),
         cache_bytes=cache_bytes,
         cache_element_bytes=_element_bytes(task, values),
         offloaded=np.full(ranks.shape, PROGRAM.offloaded_bytes(task.spec)),
         ahead=_batches_ahead(task, values),
         host_s=np.full(ranks.shape, np.nan) if hardware.on_cores else host_s,
-        drafted=np.where(values[SPECULATION] > 0, values[DRAFTED], 0),
+        drafted=drafted,
         draft_host_s=np.select([values[SPECULATION] == each for each in ON_HOST], _draft_seconds(task), 0.0),
         **_tiers(task, other_args, values),
         **adapters.adapter_settings(task, values, other_args, slots=1, on_host=other_args.get("max-cpu-loras")),

@@ -88,7 +88,8 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     if (capacity := costs.memory.capacity_bytes()) is not None:
         driver = costs.memory.device_used_bytes(np.zeros(1)) + settings.communicators * communicator_bytes(costs.memory)
         beside = settings.memory_fraction if overheads.activations_beside else 1.0  # a share of what is free before
-        budget, free = settings.memory_fraction * capacity - beside * driver, capacity - driver + 0.0 * weights
+        held = beside * np.minimum(driver, overheads.outside)
+        budget, free = settings.memory_fraction * capacity - held, capacity - driver + 0.0 * weights
     other = 0.0 if overheads.activations_beside else activations + graphs
     rest = settings.rest_share * (free - weights - adapters - activations - graphs)
     cache = np.where(np.isnan(settings.rest_share), budget - weights - adapters - other, rest)
@@ -245,8 +246,8 @@ def activation_bytes(
 ) -> FloatArray:
     """Return the peak bytes of activations in an iteration.
 
-    The peak is the residual, the norm and the widest layer in 16 bits, or the logits in 16 and 32 bits if these take
-    more.
+    The peak is the residual, the norm and the widest layer in 16 bits, or the logits in 16 bits with their copies if
+    these take more.
     """
     model, experts = serving.model, serving.experts
     hidden, tensor, expert = model.hidden_size, settings.tensor, settings.expert
@@ -258,5 +259,5 @@ def activation_bytes(
         ranks = tensor * settings.data / expert
         inner = experts.chosen / expert * (up.outer(ranks) + down.inner(ranks) + 2.0 * up.inputs)
     layer = batched_tokens * 2.0 * (3.0 * hidden + inner)
-    logits = np.minimum(running, batched_tokens) * head_of(model).logits * (2.0 / tensor + 4.0)
+    logits = np.minimum(running, batched_tokens) * head_of(model).logits * (2.0 / tensor + settings.logit_bytes)
     return np.maximum(layer, logits) / settings.cores

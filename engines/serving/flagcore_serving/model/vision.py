@@ -149,9 +149,10 @@ def tower_bytes(vision: Vision, shares: FloatArray, batched_tokens: FloatArray) 
     `multimodal/encoder_budget.py`). `shares`: the number of ranks that split the weights; infinity if the tower is not
     loaded.
     """
+    patches, *_layers = VisionTower(vision=vision).products(vision.output_size)
     *_attention, up, down = VisionTower(vision=vision).layer_products
     tokens = np.maximum(batched_tokens, float(vision.max_tokens))
     ranks = np.where(np.isinf(shares), 1.0, np.maximum(shares, 1.0))
-    layer = 3.0 * vision.hidden_size + up.outer(ranks) + down.inner(ranks)
+    layer = patches.inputs + 3.0 * vision.hidden_size + up.outer(ranks) + down.inner(ranks)
     activations = 2.0 * tokens * (vision.merge_size**2 * layer + vision.mergers * vision.output_size)
     return 2.0 * VisionTower(vision=vision).weights / shares, np.where(np.isinf(shares), 0.0, activations)

@@ -123,6 +123,8 @@ class Overheads:
     - `embeds_on_host`: whether devices have the head, but never the embedding.
     - `activations_beside`: whether the engine's share is one of the memory that is free before it loads weights, and
       covers only these and the cache.
+    - `outside`: the most bytes of driver and libraries that the share must hold. Others, such as communicators, are in
+      use before the engine begins to measure.
     - `pads_mxfp4`: by architecture, the multiples of rows and of a rank's columns of experts, and the copies of scales.
     - `whole_prompts`: whether each slot keeps its last prompt, and other tiers whole prompts. Otherwise any tokens.
     - `own_order`: whether tiers behind the devices do not refresh what the devices have (see `model/tiers.py`).
@@ -196,6 +198,7 @@ class Overheads:
     reserved: float = math.inf
     embeds_on_host: bool = False
     activations_beside: bool = False
+    outside: float = math.inf
     pads_mxfp4: Mapping[str, Sequence[float]] = field(default_factory=dict)
     whole_prompts: bool = False
     own_order: bool = False

@@ -60,6 +60,7 @@ class Settings:
     - `host_s`: seconds that the host takes for an iteration; NaN if no knob determines them.
     - `ahead`: batches that the scheduler plans ahead while the one before is computed.
     - `workspace_bytes`: bytes that an attention backend allocates on a device beside weights and cache.
+    - `logit_bytes`: bytes of a logit and its copies while tokens are sampled, beside that in 16 bits.
     - `block_bytes`: bytes of a block of a device's cache; 0 if the cache is not in blocks of all layers.
     - `token_bytes`: bytes of a device's cache by which a sequence of the load grows with each token; NaN if they follow
       from the layers alone. `sequence_bytes`: bytes that it has in addition, whatever its length.
@@ -112,6 +113,7 @@ class Settings:
     rest_share: FloatArray
     cache_element_bytes: FloatArray
     workspace_bytes: FloatArray
+    logit_bytes: FloatArray
     block_bytes: FloatArray
     token_bytes: FloatArray
     sequence_bytes: FloatArray
@@ -223,6 +225,7 @@ USUAL: Mapping[str, float] = {
     **dict.fromkeys(("host_ratio", *(f"{tier}_cache" for tier in TIERS)), 0.0),
     **dict.fromkeys(("workspace_bytes", "adapter_slots", "adapter_rank", "adapters_on_host"), 0.0),
     "pass_tokens": math.inf,
+    "logit_bytes": 4.0,
     "writes_through": True,
 }
 """Values of fields of `Settings` that most engines do not set: prompts are chunked, no graphs are captured, nothing is

@@ -515,6 +515,10 @@ def test_in_a_large_space_only_the_best_are_simulated(monkeypatch: pytest.Monkey
     assert ranked.step_time_s[best] == pytest.approx(all_simulated.step_time_s[best])
     assert np.isfinite(ranked.step_time_s).all()
     assert np.abs(np.log(ranked.step_time_s / all_simulated.step_time_s)).max() < 0.5
+    names = (f"{part}_s.mean" for part in ("ttft", "tpot", "e2e"))
+    first, each, whole = (np.delete(ranked.figures[name], best) for name in names)
+    assert (first + LOAD.output_len * each >= 0.99 * whole).all()
+    assert (whole > first).all()
 
 
 def test_a_published_server_that_hardly_fits_used_a_larger_memory_share() -> None:

@@ -1,0 +1,58 @@
+"""Caches that vLLM printed at start-up, in GiB of a device: nothing was fitted to these lines."""
+
+from typing import Any
+
+import pytest
+
+from flagcore.api import estimate_jobs
+
+BLOCK = 49 * 2**20
+"""Bytes of a block of Qwen3.6-27B on one device: states of 16 layers."""
+
+
+def memory_of(chip: str, devices: int, version: str, model: str, **candidate: Any) -> Any:
+    """Return the memory of one instance on all devices."""
+    job: Any = {
+        "id": model,
+        "kind": "serve",
+        "model": model,
+        "cluster": {"chip": chip, "devices": devices, "devices_per_node": devices},
+        "serve": {"engine": "vllm", "engine_version": version, "input_len": 64, "output_len": 2},
+        "candidate": {"tensor_model_parallel_size": devices, **candidate},
+    }
+    job["serve"] |= {"num_prompts": 2, "concurrency": 1, "precision": "fp8" if model.endswith("FP8") else "bf16"}
+    (record,) = estimate_jobs([job])
+    return record["memory"]
+
+
+@pytest.mark.parametrize(
+    ("chip", "devices", "version", "model", "candidate", "gib"),
+    [
+        # vllm-project/recipes pull requests 551 (856 blocks of states) and 831 (939 and 556; a build of August 2026)
+        ("H100-SXM", 1, "0.23.0", "Qwen/Qwen3.6-27B-FP8", {"gpu_memory_utilization": 0.95}, 856 * BLOCK / 2**30),
+        ("RTX-PRO-6000", 1, "0.27.0", "Qwen/Qwen3.8-27B-FP8", {}, 939 * BLOCK / 2**30),
+        ("RTX-PRO-6000", 1, "0.27.0", "Qwen/Qwen3.8-27B", {"gpu_memory_utilization": 0.95}, 556 * BLOCK / 2**30),
+        # mitchross/talos-argocd-proxmox pull request 1995
+        (
+            "RTX-3090",
+            2,
+            "0.26.0",
+            "Qwen/Qwen3.6-27B-FP8",
+            {"max_num_seqs": 3, "max_num_batched_tokens": 8192, "context_len": 262144, "kv_cache_type": "fp8"},
+            4.99,
+        ),
+    ],
+)
+def test_caches_of_hybrid_models_have_the_printed_size(
+    chip: str, devices: int, version: str, model: str, candidate: dict[str, Any], gib: float
+) -> None:
+    memory = memory_of(chip, devices, version, model, **candidate)
+    assert memory["kv_cache_gib"] == pytest.approx(gib, rel=0.05)
+
+
+def test_a_server_without_blocks_for_the_states_of_its_sequences_does_not_start() -> None:
+    """It has 939 blocks for 1,024 sequences: the profile charges graphs with buffers of prompts."""
+    of = {"chip": "RTX-PRO-6000", "devices": 1, "model": "Qwen/Qwen3.8-27B-FP8"}
+    assert not memory_of(version="0.27.0", **of)["fits"]
+    assert memory_of(version="0.27.0", **of, max_num_seqs=512)["fits"]
+    assert memory_of(version="0.25.0", **of)["fits"]
