@@ -13,7 +13,7 @@ from typing import Any
 
 from flagcore_importers.dialect import OFF, SUFFIXES, flat, name_of, placed, read_config
 from flagcore_models.public import model_of
-from flagcore_training.adapters import NAMES, TARGETS, absent_targets, adapter_section, layer_names
+from flagcore_training.adapters import NAMES, SHARED, TARGETS, absent_targets, adapter_section, layer_names
 from flagcore_training.commands import cluster_of, parse, with_places
 from flagcore_training.frameworks import CONFIG, DEPTHS, MEGATRON, PROGRAM, RECOMPUTE, SIZES, Reading, framework_of
 from flagcore_training.knobs import note_effects
@@ -201,9 +201,12 @@ def _note_layers(targets: Any, section: Mapping[str, Any], notes: Notes) -> None
     if other := [name for name, each in last.items() if not _ALL.fullmatch(name) and each not in (*NAMES, *TARGETS)]:
         text = "left out" if "targets" in section else "taken as all linear layers"
         notes.note("adapter", f"{', '.join(other)[:80]}: unknown layers, {text}", "train.adapter")
-    if apart := [name for name in last if "expert" in name and name not in other]:
+    shared = [name for name in last if SHARED in name] if any(SHARED not in name for name in last) else []
+    if apart := [name for name in last if "expert" in name and name not in (*other, *shared)]:
         text = "taken as layers of this name in all networks and experts"
         notes.note("adapter", f"{', '.join(apart)[:80]}: {text}", "train.adapter")
+    if shared:
+        notes.note("adapter", f"{', '.join(shared)[:80]}: left out, as their adapters are small", "train.adapter")
 
 
 def _base(read: Reading, kind: str, notes: Notes) -> str | None:

@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flagcore_importers.command import read_command
 from flagcore_trainers.fully_shard import AC, MBS, TP
 from flagcore_trainers.torchtitan import TORCHTITAN
+from flagcore_training.frameworks import has_tiled_loss
 
+from flagcore.api.inputs import open_spec
 from flagcore.errors import SpecError
 from tests.product.tasks import task
 
@@ -212,3 +215,47 @@ def test_sizes_in_python_are_asked_for(tmp_path: Path, monkeypatch: pytest.Monke
     for shards in ("", " --parallelism.data_parallel_shard_degree -1"):
         data = read_command(None, [words + shards]).data
         assert (data["train"]["global_batch_size"], data["cluster"]["devices_per_node"]) == (16, 8)
+
+
+def _axolotl(folder: Path, text: str) -> dict[str, Any]:
+    """Return the data of a spec for a job of axolotl, with `text` in its configuration."""
+    lines = "base_model: Qwen/Qwen3-Next-80B-A3B-Instruct\nsequence_len: 2048\nsample_packing: true\n"
+    (folder / "own.yaml").write_text(f"{lines}{text}\n")
+    return dict(read_command(None, ["axolotl train own.yaml"], chip="H100-SXM").data)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_tiled"),
+    [
+        ("plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]", True),
+        ("liger_fused_linear_cross_entropy: true", True),
+        ("cut_cross_entropy: false", False),
+        ("plugins: [axolotl.integrations.spectrum.SpectrumPlugin]", False),
+    ],
+)
+def test_axolotls_fused_losses_never_have_all_logits(
+    text: str, is_tiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = open_spec(_axolotl(tmp_path, text), None, (), plan=True).problem.platform.task.spec
+    assert has_tiled_loss(spec) == is_tiled
+    (tmp_path / "own.yaml").unlink()
+    assert not has_tiled_loss(spec), "a plan on another machine, without the file"
+
+
+def test_adapters_of_shared_experts_are_none_of_routed_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT compares the ends of paths: mlp.shared_expert.up_proj is no layer of routed experts."""
+    monkeypatch.chdir(tmp_path)
+    text = "adapter: qlora\nload_in_4bit: true\nlora_target_modules: [q_proj, linear_attn.in_proj_qkvz, {}]"
+    shared = _axolotl(tmp_path, text.format("shared_expert.up_proj, shared_expert.gate_proj"))
+    assert shared["train"]["adapter"]["targets"] == ["q_proj", "in_proj"]
+    routed = _axolotl(tmp_path, text.format("up_proj, gate_proj"))
+    assert routed["train"]["adapter"]["targets"] == ["q_proj", "in_proj", "up_proj", "gate_proj"]
+
+
+def test_fp8_and_the_optimizer_of_ms_swift_on_megatron_are_its_settings() -> None:
+    words = "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-14B --max_length 8192 --packing true "
+    words += "--fp8_format e4m3 --fp8_recipe blockwise --fp8_param_gather true --optimizer dist_muon"
+    settings = read_command(None, [words]).data["train"]["settings"]
+    given = {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True, "optimizer": "dist_muon"}
+    assert {name: settings[name] for name in given} == given
