@@ -105,10 +105,25 @@ def _check(read: Reading, notes: Notes) -> None:
         if value not in OFF and re.search(pattern, str(value)):
             problem = "is not predicted, as only next-token training of all weights or of LoRA, DoRA or QLoRA is"
             notes.report(key, problem, value=value, fix="describe it in a spec with engine: command")
+    _check_together(read, notes)
     for name in ("longest", "micro_batch_size", "accumulation", "global_batch_size", *SIZES):
         if read.number(name) is None:
             for key, value in read.set_in_command(name).items():
                 notes.report(key, "is not a positive whole number", value=value, fix="correct it")
+
+
+def _check_together(read: Reading, notes: Notes) -> None:
+    """Report keys that a framework refuses without, or beside, others: `needs` and `excludes` of `frameworks.yaml`."""
+    for table, is_excluded in (("needs", False), ("excludes", True)):
+        for entry, others in read.row.get(table, {}).items():
+            key, _tilde, pattern = entry.partition("~")
+            value = read.given.get(key)
+            found = [each for each in others if read.given.get(each) not in OFF]
+            if value in OFF or not re.search(pattern, str(value)) or bool(found) != is_excluded:
+                continue
+            names = ", ".join(found) if is_excluded else " or ".join(others)
+            problem = f"is refused by the framework {'beside' if is_excluded else 'without'} {names}"
+            notes.report(key, problem, value=value, fix=f"{'remove' if is_excluded else 'set'} {names}")
 
 
 def _precision(read: Reading) -> str:

@@ -253,6 +253,25 @@ def test_adapters_of_shared_experts_are_none_of_routed_experts(tmp_path: Path, m
     assert routed["train"]["adapter"]["targets"] == ["q_proj", "in_proj", "up_proj", "gate_proj"]
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("adapter: qlora", "adapter"),
+        ("adapter: qlora\nload_in_4bit: true\nload_in_8bit: true", "adapter"),
+        ("adapter: lora\nquantize_moe_experts: true", "quantize_moe_experts"),
+        ("adapter: qlora\nload_in_4bit: true\nquantize_moe_experts: true\nlora_target_linear: true",
+         "quantize_moe_experts"),
+    ],
+)  # fmt: skip
+def test_what_axolotl_refuses_together_is_refused(
+    text: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpecError) as refused:
+        _axolotl(tmp_path, text)
+    assert refused.value.key == key
+
+
 def test_fp8_and_the_optimizer_of_ms_swift_on_megatron_are_its_settings() -> None:
     words = "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-14B --max_length 8192 --packing true "
     words += "--fp8_format e4m3 --fp8_recipe blockwise --fp8_param_gather true --optimizer dist_muon"
