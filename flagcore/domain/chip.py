@@ -243,11 +243,11 @@ def similar_chips(word: str, chips: Iterable[Chip]) -> tuple[str, ...]:
     containing, similar = [], []
     for chip in chips:
         vendor = normalize_name(chip.vendor)
-        names = [normalize_name(name).removeprefix(vendor) for name in (word, chip.name, *chip.aliases)]
-        names.append(normalize_name(chip.name.split("-")[0]))
-        searched, *names, family = (name.translate(LOOKALIKES) for name in names)
+        every = (word, chip.name, *chip.aliases, chip.name.split("-")[0])
+        searched, *names, family = (normalize_name(each).removeprefix(vendor).translate(LOOKALIKES) for each in every)
         similarity = max(SequenceMatcher(None, searched, name).ratio() for name in (*names, family))
-        if len(searched) > 1 and any(searched in name or name in searched for name in names if name):
+        parts = [name for name in names if name and not searched.partition(name)[2][:1].isdigit()]  # no A10 of A100
+        if len(searched) > 1 and any(searched in name or name in searched for name in parts):
             containing.append((-SequenceMatcher(None, searched, names[0]).ratio(), chip.name))
         elif similarity >= MIN_SIMILARITY if len(searched) > 3 else searched[:1] == family[:1] and similarity >= 0.66:
             similar.append((-similarity, chip.name))

@@ -109,6 +109,11 @@ def test_chips_near_a_word_come_likeliest_first(word: str, names: tuple[str, ...
     assert similar_chips(word, CHIPS) == names
 
 
+def test_a_number_is_no_part_of_a_longer_one() -> None:
+    chips = [*CHIPS, Chip(name="X10", vendor="acme")]
+    assert similar_chips("X100-SXM-80GB", chips) == ("X100-SXM",)
+
+
 def test_a_short_word_is_near_only_words_with_its_first_letter() -> None:
     chips = [Chip(name="PPU-Z1", vendor="acme")]
     assert similar_chips("cpu", chips) == ()

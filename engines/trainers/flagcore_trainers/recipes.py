@@ -13,7 +13,7 @@ from typing import Any
 
 from flagcore_importers.dialect import OFF, SUFFIXES, flat, name_of, placed, read_config
 from flagcore_models.public import model_of
-from flagcore_training.adapters import NAMES, TARGETS, absent_targets, adapter_section, layer_names
+from flagcore_training.adapters import NAMES, SHARED, TARGETS, absent_targets, adapter_section, layer_names
 from flagcore_training.commands import cluster_of, parse, with_places
 from flagcore_training.frameworks import CONFIG, DEPTHS, MEGATRON, PROGRAM, RECOMPUTE, SIZES, Reading, framework_of
 from flagcore_training.knobs import note_effects
@@ -118,10 +118,25 @@ def _check(read: Reading, notes: Notes) -> None:
         if value not in OFF and re.search(pattern, str(value)):
             problem = "is not predicted, as only next-token training of all weights or of LoRA, DoRA or QLoRA is"
             notes.report(key, problem, value=value, fix="describe it in a spec with engine: command")
+    _check_together(read, notes)
     for name in ("longest", "micro_batch_size", "accumulation", "global_batch_size", *SIZES):
         if read.number(name) is None:
             for key, value in read.set_in_command(name).items():
                 notes.report(key, "is not a positive whole number", value=value, fix="correct it")
+
+
+def _check_together(read: Reading, notes: Notes) -> None:
+    """Report keys that a framework refuses without, or beside, others: `needs` and `excludes` of `frameworks.yaml`."""
+    for table, is_excluded in (("needs", False), ("excludes", True)):
+        for entry, others in read.row.get(table, {}).items():
+            key, _tilde, pattern = entry.partition("~")
+            value = read.given.get(key)
+            found = [each for each in others if read.given.get(each) not in OFF]
+            if value in OFF or not re.search(pattern, str(value)) or bool(found) != is_excluded:
+                continue
+            names = ", ".join(found) if is_excluded else " or ".join(others)
+            problem = f"is refused by the framework {'beside' if is_excluded else 'without'} {names}"
+            notes.report(key, problem, value=value, fix=f"{'remove' if is_excluded else 'set'} {names}")
 
 
 def _precision(read: Reading) -> str:
@@ -214,9 +229,12 @@ def _note_layers(targets: Any, section: Mapping[str, Any], notes: Notes) -> None
     if other := [name for name, each in last.items() if not _ALL.fullmatch(name) and each not in (*NAMES, *TARGETS)]:
         text = "left out" if "targets" in section else "taken as all linear layers"
         notes.note("adapter", f"{', '.join(other)[:80]}: unknown layers, {text}", "train.adapter")
-    if apart := [name for name in last if "expert" in name and name not in other]:
+    shared = [name for name in last if SHARED in name] if any(SHARED not in name for name in last) else []
+    if apart := [name for name in last if "expert" in name and name not in (*other, *shared)]:
         text = "taken as layers of this name in all networks and experts"
         notes.note("adapter", f"{', '.join(apart)[:80]}: {text}", "train.adapter")
+    if shared:
+        notes.note("adapter", f"{', '.join(shared)[:80]}: left out, as their adapters are small", "train.adapter")
 
 
 def _base(read: Reading, kind: str, notes: Notes) -> str | None:

@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flagcore_importers.command import read_command
 from flagcore_trainers.fully_shard import AC, MBS, TP
 from flagcore_trainers.torchtitan import TORCHTITAN
+from flagcore_training.frameworks import has_tiled_loss
 
+from flagcore.api.inputs import open_spec
 from flagcore.errors import SpecError
 from tests.product.tasks import task
 
@@ -238,3 +241,66 @@ def test_layers_beside_which_peft_puts_no_adapter_are_noted(target: str, is_note
     (folder / "job.sh").write_text("llamafactory-cli train lora.yaml\n")
     found = read_command(None, ["job.sh"], chip="H100-SXM").notes
     assert any("out_proj of nemotron_h" in note.text for note in found) == is_noted
+
+
+def _axolotl(folder: Path, text: str) -> dict[str, Any]:
+    """Return the data of a spec for a job of axolotl, with `text` in its configuration."""
+    lines = "base_model: Qwen/Qwen3-Next-80B-A3B-Instruct\nsequence_len: 2048\nsample_packing: true\n"
+    (folder / "own.yaml").write_text(f"{lines}{text}\n")
+    return dict(read_command(None, ["axolotl train own.yaml"], chip="H100-SXM").data)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_tiled"),
+    [
+        ("plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]", True),
+        ("liger_fused_linear_cross_entropy: true", True),
+        ("cut_cross_entropy: false", False),
+        ("plugins: [axolotl.integrations.spectrum.SpectrumPlugin]", False),
+    ],
+)
+def test_axolotls_fused_losses_never_have_all_logits(
+    text: str, is_tiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = open_spec(_axolotl(tmp_path, text), None, (), plan=True).problem.platform.task.spec
+    assert has_tiled_loss(spec) == is_tiled
+    (tmp_path / "own.yaml").unlink()
+    assert not has_tiled_loss(spec), "a plan on another machine, without the file"
+
+
+def test_adapters_of_shared_experts_are_none_of_routed_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT compares the ends of paths: mlp.shared_expert.up_proj is no layer of routed experts."""
+    monkeypatch.chdir(tmp_path)
+    text = "adapter: qlora\nload_in_4bit: true\nlora_target_modules: [q_proj, linear_attn.in_proj_qkvz, {}]"
+    shared = _axolotl(tmp_path, text.format("shared_expert.up_proj, shared_expert.gate_proj"))
+    assert shared["train"]["adapter"]["targets"] == ["q_proj", "in_proj"]
+    routed = _axolotl(tmp_path, text.format("up_proj, gate_proj"))
+    assert routed["train"]["adapter"]["targets"] == ["q_proj", "in_proj", "up_proj", "gate_proj"]
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("adapter: qlora", "adapter"),
+        ("adapter: qlora\nload_in_4bit: true\nload_in_8bit: true", "adapter"),
+        ("adapter: lora\nquantize_moe_experts: true", "quantize_moe_experts"),
+        ("adapter: qlora\nload_in_4bit: true\nquantize_moe_experts: true\nlora_target_linear: true",
+         "quantize_moe_experts"),
+    ],
+)  # fmt: skip
+def test_what_axolotl_refuses_together_is_refused(
+    text: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpecError) as refused:
+        _axolotl(tmp_path, text)
+    assert refused.value.key == key
+
+
+def test_fp8_and_the_optimizer_of_ms_swift_on_megatron_are_its_settings() -> None:
+    words = "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-14B --max_length 8192 --packing true "
+    words += "--fp8_format e4m3 --fp8_recipe blockwise --fp8_param_gather true --optimizer dist_muon"
+    settings = read_command(None, [words]).data["train"]["settings"]
+    given = {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True, "optimizer": "dist_muon"}
+    assert {name: settings[name] for name in given} == given

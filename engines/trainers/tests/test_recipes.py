@@ -237,7 +237,7 @@ def test_a_configuration_says_model_layout_and_lengths(name: str, folder: Path) 
     ],
 )
 def test_axolotl_casts_experts_beside_quantized_layers(further: str, is_cast: bool, folder: Path) -> None:
-    text = "base_model: Qwen/Qwen3-30B-A3B\nadapter: qlora\nload_in_4bit: true\nlora_target_linear: true\n"
+    text = "base_model: Qwen/Qwen3-30B-A3B\nadapter: qlora\nload_in_4bit: true\nlora_target_modules: [q_proj]\n"
     (folder / "axolotl.yaml").write_text(text + further)
     (folder / "job.sh").write_text("CUDA_VISIBLE_DEVICES=0,1 axolotl train axolotl.yaml\n")
     found = read_command(None, ["job.sh"], chip="H100-SXM").data["train"]["adapter"]

@@ -48,8 +48,11 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "q_b_proj": ("q_proj",),
     "kv_a_proj_with_mqa": ("k_proj",),
     "kv_b_proj": ("v_proj",),
+    **{f"in_proj_{each}": ("in_proj",) for each in ("qkvz", "qkv", "ba", "z", "b", "a")},
 }
 """The targets of other names of layers: those of Megatron, and of families of models in transformers."""
+SHARED = "shared_expert."
+"""What is in the path of a layer of shared experts, whose adapters are no adapters of routed experts."""
 TARGETS = get_args(Target)
 NOTED = re.compile(
     r"(?<!no )\b(?:(q?lora|dora)|peft)\b(?: +r(?:ank)? *=? *(\d+))?(?: on ((?:qkv|proj|fc1|fc2|\+)+)\b)?", re.IGNORECASE
@@ -93,9 +96,12 @@ def layer_names(names: object) -> list[str]:
 def adapter_section(kind: str, rank: object, names: object = None, base: str | None = None) -> dict[str, object]:
     """Return `train.adapter` of a spec for the settings of a framework. `names`: of layers, as a list or joined text.
 
-    Paths and wildcards before a name are left out. Names of other layers than flagcore's are those of all.
+    Paths and wildcards before a name are left out. Names of other layers than flagcore's are those of all. Layers of
+    shared experts are left out beside others: they are few, and would stand for those of all routed experts.
     """
-    last = [name.rsplit(".", 1)[-1].strip("*") for name in layer_names(names)]
+    given = layer_names(names)
+    given = [name for name in given if SHARED not in name] or given
+    last = [name.rsplit(".", 1)[-1].strip("*") for name in given]
     targets = list(dict.fromkeys(each for name in last for each in NAMES.get(name, (name,)) if each in TARGETS))
     kind = "qlora" if base and kind != "dora" else kind if kind in ("dora", "qlora") else "lora"
     rank = {"rank": rank} if rank is not None else {}

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,13 @@ def framework_of(words: Sequence[str]) -> str | None:
 
 
 def has_tiled_loss(spec: Spec) -> bool:
-    """Return whether a spec is of a framework whose head and loss run on tiles of the logits, by its command."""
+    """Return whether head and loss run on tiles of the logits, by the framework of a spec's command or its settings."""
     name = framework_of(spec.train.command or ())
-    return bool(TABLES[name].get(TILED_LOSS) if name else spec.train.assumed.get(TILED_LOSS))
+    if name is None or TILED_LOSS not in TABLES[name]["keys"]:
+        return bool(TABLES[name].get(TILED_LOSS) if name else spec.train.assumed.get(TILED_LOSS))
+    with suppress(SpecError):  # its files are elsewhere
+        return reading(spec).is_on(TILED_LOSS)
+    return False
 
 
 @cache

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore_importers.command import read_command
+from flagcore_models.public import find_public, public_name
 from flagcore_serving.job import Images, Load, ServeSpec
 
 from flagcore.errors import SpecError
@@ -266,6 +268,15 @@ def test_other_spellings_of_knobs_and_values_are_valid() -> None:
     data = {"model": MODEL, "serve": {"engine": "lmdeploy"}, "auto_tuner": {"space": space}}
     found = parse_spec(data, file="x", base=Path(), engines=ENGINES).space
     assert found == {"quant_policy": (8, "fp8", None), "max_num_seqs": "auto", "cache_max_entry_count": ("0.9", 0.5)}
+
+
+def test_weights_of_autoround_keep_their_shape_and_format() -> None:
+    """The words of their repository's name, and of vLLM's flag, which is another name of inc."""
+    name = "Frozenlock/Qwen3-8B-int4-AutoRound"
+    assert (public_name(name), (find_public(name) or ({}, None))[1]) == ("Qwen/Qwen3-8B", "int4")
+    imported = read_command("vllm", [f"vllm serve {name} --quantization auto_round"])
+    assert imported.data["auto_tuner"]["baseline"]["quantization"] == "inc"
+    assert not [note for note in imported.notes if note.key == "quantization" and "not predicted" in note.text]
 
 
 def test_one_knob_under_two_names_is_an_error() -> None:
