@@ -38,6 +38,7 @@ from flagcore_trainers.program import (
     UNSET,
     KnobRow,
     ProgramSection,
+    StateSection,
     as_value,
     knob_of,
     meaning_of,
@@ -134,7 +135,11 @@ class Trainer(Engine):
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         numbers = self.numbers(task, columns)
-        return meaning.predict(task, numbers, costs, self.described.state_bytes, self.buffers(task, columns, numbers))
+        return meaning.predict(task, numbers, costs, self.states(task), self.buffers(task, columns, numbers))
+
+    def states(self, task: Task) -> StateSection:
+        """Return the bytes of the model states."""
+        return self.described.state_bytes
 
     def buffers(self, task: Task, columns: Columns, numbers: Mapping[str, IntArray]) -> Mapping[str, FloatArray] | None:
         """Return the bytes of gathered weights and buffers, as for `meaning.predict`. None: not known."""
