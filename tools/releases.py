@@ -20,13 +20,18 @@ SOURCES = ("engines/*/flagcore_*", "extras/*/flagcore_*")
 """The folders with the rules of engines, trainers and importers."""
 PACKAGES = {
     "accelerate": "accelerate",
+    "aiperf": "aiperf",
     "deepspeed": "deepspeed",
+    "emerging-optimizers": "emerging-optimizers",
     "flagscale": "flag-scale",
+    "liger-kernel": "liger-kernel",
     "lmdeploy": "lmdeploy",
     "megatron-core": "megatron-core",
     "openrlhf": "openrlhf",
     "peft": "peft",
+    "ray": "ray",
     "sglang": "sglang",
+    "tensorrt_llm": "tensorrt_llm",
     "torch": "torch",
     "torchao": "torchao",
     "torchtitan": "torchtitan",
@@ -37,7 +42,7 @@ PACKAGES = {
     "vllm": "vllm",
     "xllamacpp": "xllamacpp",
 }
-"""The distributions on PyPI, by the name that rules use in any case."""
+"""The distributions on PyPI, by the name that rules use in any case. Those of NeMo-RL and slime are empty."""
 NAMED = re.compile(rf"\b({'|'.join(PACKAGES)}) @?v?(\d+(?:\.\d+)+)(?![\w.]*\d)", re.IGNORECASE)
 
 Seen = Mapping[str, Mapping[str, list[str]]]

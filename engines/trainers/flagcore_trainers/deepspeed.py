@@ -180,6 +180,11 @@ class DeepSpeed(Trainer):
             return self.command(spec).content
         return {}
 
+    def states(self, task: Task) -> StateSection:
+        """Return the bytes of the states. Muon, which the configuration may name, has no second moments of matrices."""
+        is_muon = str(lookup(self.content(task.spec), "optimizer.type")).lower() == "muon"
+        return super().states(task).model_copy(update={"muon": True} if is_muon else {})
+
     def _own_values(self, spec: Spec) -> Iterator[tuple[KnobRow, Knob, Any, KnobValue | None]]:
         for row, knob, given, value in super()._own_values(spec):
             is_auto = knob.name == ZERO and given == "auto"
@@ -196,7 +201,7 @@ class DeepSpeed(Trainer):
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         found, numbers = super().predict(task, columns, costs), self.numbers(task, columns)
         if (numbers[AUTOTP] > 1).any():
-            found = _with_whole_embedding(task, numbers, self.described.state_bytes, found)
+            found = _with_whole_embedding(task, numbers, self.states(task), found)
         return _with_exchange(found, self._exposed_seconds(task, columns, costs, numbers, found))
 
     def buffers(self, task: Task, columns: Columns, numbers: Mapping[str, IntArray]) -> Mapping[str, FloatArray]:
@@ -220,7 +225,7 @@ class DeepSpeed(Trainer):
         content, is_zero_3, is_on_host = self.content(task.spec), zero == 3, numbers[OFFLOAD] == 1
         sizes = _sizes_of_zero(task.spec, content)
         small = small_weights(model, sizes[PERSISTENT])
-        train = training(task, 3, 0, self.described.state_bytes)
+        train = training(task, 3, 0, self.states(task))
         weights = weights_of_rank(train, layout) - small
         prefetch = min(sizes[PREFETCHED], sizes[LIVE])
         kept = sizes[LIVE] if prefetch else sizes[REUSED] / 2.0
@@ -234,7 +239,7 @@ class DeepSpeed(Trainer):
         bucket = columns.get(BUCKET, 0) * u * (1.0 + overlaps * (zero < 3)) * (zero > 0)
         stays = np.where(is_zero_3 | ((zero == 1) & (layout.microbatches > 1)), bucket, 0.0)
         main = np.where(zero > 0, 4.0 * count / ranks, 0.0) * (u == 4.0)
-        gradients = (u if u == 4.0 else self.described.state_bytes.gradients) * count / np.where(zero == 2, ranks, 1.0)
+        gradients = (u if u == 4.0 else self.states(task).gradients) * count / np.where(zero == 2, ranks, 1.0)
         group = np.where(is_zero_3, np.minimum(count / ranks, sizes[GROUP]), count / np.where(zero > 0, ranks, 1.0))
         step = np.where(is_on_host, 0.0, (u * (zero > 0) + 4.0 * (u == 2.0)) * group)
         host = np.where(is_on_host & (zero > 1), (u if u == 4.0 else 2.0) * count / ranks, 0.0)
@@ -270,7 +275,7 @@ class DeepSpeed(Trainer):
         each module on the host, for which small micro-batches wait.
         """
         layout, zero = layout_of(numbers), numbers[ZERO]
-        whole = training(task, 0, 0, self.described.state_bytes)
+        whole = training(task, 0, 0, self.states(task))
         weights, trained = (weights_of_rank(whole, layout, only_trained=each) for each in (False, True))
         u = 4.0 if task.spec.train.precision == "fp32" else 2.0
         ring = ((layout.data * layout.context).astype(np.int64), layout.tensor.astype(np.int64))
@@ -283,7 +288,7 @@ class DeepSpeed(Trainer):
         seconds = np.where(zero == 2, layout.microbatches, 1.0) * alone + update * (zero > 0)
         scatter = costs.collectives.seconds("reduce_scatter", u * trained, *ring)
         inline = np.where(columns.get(OVERLAP, np.ones_like(zero)) == 0, layout.microbatches * scatter, 0.0)
-        given = (with_fused_kernels(training(task, stage, 0, self.described.state_bytes)) for stage in (0, 3))
+        given = (with_fused_kernels(training(task, stage, 0, self.states(task))) for stage in (0, 3))
         own = with_torch_attention(task, costs)
         waits = [replica_wait(each, layout, own, found.time_s, each_micro_batch=each.options.fsdp) for each in given]
         sharded = np.maximum(found.time_s[EXCHANGE] - waits[1], inline)
@@ -311,8 +316,7 @@ class DeepSpeed(Trainer):
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         content = self.content(task.spec)
-        is_muon = str(lookup(content, "optimizer.type")).lower() == "muon"
-        scatters = is_muon and lookup(content, SCATTERS) is not False
+        scatters = self.states(task).muon and lookup(content, SCATTERS) is not False
         devices, model, length = task.cluster.devices, task.spec.model, task.spec.train.seq_length
         heads = (each.num_heads for each in attention_counts(model))
         shared, groups = math.gcd(length, model.num_attention_heads, *heads), model.num_query_groups

@@ -263,11 +263,15 @@ def predict(
 def training(task: Task, stage: int, offload: int, states: StateSection) -> Training:
     """Return what the candidates with one ZeRO stage, with or without offloaded optimizer states, have in common."""
     train = task.spec.train
+    first = states.moments // 2
+    if states.muon:  # ZeRO 1 and 2 keep a second copy (DeepSpeed 0.19.8 `_muon_staging_momentum`)
+        first = (4 if train.precision == "fp32" else 2) * (1 if stage == 3 else 2)
     options = Options(
         grad_bytes=states.gradients,
         main_param_bytes=states.main_weights,
-        exp_avg_bytes=states.moments // 2,
-        exp_avg_sq_bytes=states.moments - states.moments // 2,
+        exp_avg_bytes=first,
+        exp_avg_sq_bytes=states.moments - first,
+        second_moments="others" if states.muon else "all",
         fsdp=stage == 3,
         shard_gradients=stage == 2,
         optimizer_offload_fraction=float(offload),

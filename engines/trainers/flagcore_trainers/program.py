@@ -108,6 +108,8 @@ class StateSection(Section):
     """Bytes of both moments."""
     fused_adam: bool = False
     """Whether Adam is a kernel that works in place; otherwise an update needs 4 more bytes."""
+    muon: bool = False
+    """Whether DeepSpeed's Muon updates the matrices of layers; its momentum has the type of the weights."""
 
 
 class ProgramSection(Section):

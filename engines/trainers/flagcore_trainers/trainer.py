@@ -121,7 +121,11 @@ class Trainer(Engine):
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         numbers = self.numbers(task, columns)
-        return meaning.predict(task, numbers, costs, self.described.state_bytes, self.buffers(task, columns, numbers))
+        return meaning.predict(task, numbers, costs, self.states(task), self.buffers(task, columns, numbers))
+
+    def states(self, task: Task) -> sections.StateSection:
+        """Return the bytes of the model states."""
+        return self.described.state_bytes
 
     def buffers(self, task: Task, columns: Columns, numbers: Mapping[str, IntArray]) -> Mapping[str, FloatArray] | None:
         """Return the bytes of gathered weights and buffers, as for `meaning.predict`. None: not known."""

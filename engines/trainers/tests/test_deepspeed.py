@@ -179,6 +179,20 @@ def test_zero_3_with_muon_scatters_no_gradients(tmp_path: Path, given: dict[str,
     assert found({ZERO: np.array([2, 3])}).tolist() == refused
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "stage", "moments"),
+    [("Muon", 2, (4, 4, "others")), ("Muon", 3, (2, 6, "others")), ("AdamW", 2, (4, 4, "all"))],
+)
+def test_muon_has_no_second_moments_of_matrices(
+    tmp_path: Path, optimizer: str, stage: int, moments: tuple[int, int, str]
+) -> None:
+    """ZeRO 1 and 2 keep two copies of the momentum in 16 bits, ZeRO 3 one. Other weights have Adam's 8 bytes."""
+    (tmp_path / "ds.json").write_text(json.dumps({"optimizer": {"type": optimizer}}))
+    job = task(engine="deepspeed", command=("deepspeed", "x.py", "--deepspeed", "ds.json"), directory=str(tmp_path))
+    options = training(job, stage, 0, DEEPSPEED.states(job)).options
+    assert (options.exp_avg_bytes, options.exp_avg_sq_bytes, options.second_moments) == moments
+
+
 @pytest.mark.parametrize(("hpz", "is_legal"), [(2, True), (8, False)])
 def test_ranks_with_a_second_copy_divide_the_devices(hpz: int, is_legal: bool) -> None:
     rules = {rule.name: rule.broken for rule in DEEPSPEED.rules(task(engine="deepspeed", command=("x",)))}

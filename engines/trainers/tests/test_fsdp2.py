@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_models.layers import layer_counts
 from flagcore_models.mixers.attention import Indexer
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_models.mixers.mamba2 import Mamba2
@@ -29,6 +30,7 @@ from flagcore_trainers.fully_shard import (
     memory,
 )
 from flagcore_trainers.fully_shard.predict import memory_job
+from flagcore_trainers.fully_shard.weights import layers_of_rank
 
 from engines.models.tests.examples import layer_of
 from flagcore import api
@@ -235,6 +237,17 @@ def test_programs_that_reduce_once_keep_whole_gradients(batch: int, shard: int, 
     )
     weights = each.static[0] / 16.0 * shard
     assert once.peak[0] - each.peak[0] == pytest.approx((2.0 - 4.0 / shard) * weights * is_more, rel=0.01)
+
+
+@pytest.mark.parametrize(("values", "kept"), [({}, 1.0), ({AC: "full"}, 1.0), ({STATES: "bf16"}, 0.0)])
+def test_autocast_keeps_casts_of_all_layers_of_fp32_weights(values: dict[str, Any], kept: float) -> None:
+    """They stay until the loss is computed, with checkpoints, too (`findings/autocast_weight_copies.sh`)."""
+    model = replace(UNTIED, num_layers=64)
+    spec = task(model, engine="fsdp2", devices=1, global_batch_size=8)
+    jobs = [memory_job(spec, columns(**values), fused_norm=False, casts=each) for each in (True, False)]
+    with_casts, without = (memory.of_rank(replace(each, tokens=each.tokens / 1e6)).peak[0] for each in jobs)
+    layers = 2.0 * layers_of_rank(jobs[0], layer_counts(model))[0][0]
+    assert with_casts - without == pytest.approx(kept * layers, rel=0.15)
 
 
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 512, "vocab_size": 1024}

@@ -43,7 +43,6 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "w1": ("gate_proj",),
     **dict.fromkeys(("w3", "fc1", "dense_h_to_4h"), ("up_proj",)),
     **dict.fromkeys(("w2", "fc2", "dense_4h_to_h"), ("down_proj",)),
-    **dict.fromkeys((f"in_proj_{each}" for each in ("qkvz", "ba", "qkv", "z", "a", "b")), ("in_proj",)),
     "q_a_proj": ("q_proj",),
     "q_b_proj": ("q_proj",),
     "kv_a_proj_with_mqa": ("k_proj",),

@@ -256,7 +256,7 @@ def pattern_of(flags: Flags) -> tuple[str, int]:
     """Return the letters of a hybrid model's layers, and its depths of multi-token prediction. Others have none.
 
     A slash begins each depth, and bars are the borders of pipeline stages (megatron-core 0.20
-    `hybrid_layer_allocation.py`).
+    @d98e8a64 `hybrid_layer_allocation.py`).
     """
     name = next((name for name in PATTERNS if isinstance(flags.get(name), str)), "")
     text = check_symbols(flags.get(name, ""), flags.key(name)) if name else ""

@@ -52,6 +52,9 @@ after the exchange of context parallelism with a2a.
 
 Sources: megatron-core `rope_utils.py` at core_v0.16 and @61f31145 (0.19), vectorized by @e4ba3a30 in August 2026;
 transformer-engine `context_parallel.py` until 2.17, a kernel since @70101184 (2.18, June 2026)."""
+SHARES_SINCE = ">=0.18"
+"""Releases in which a command's --use-megatron-fsdp shards without a strategy (`arguments.py`; before: no_shard). A
+launch with this setting of a spec names the strategy."""
 HELD_SINCE = ">=0.13"
 """Releases that hold the main parameters of a precision-aware optimizer themselves in FP8 jobs."""
 SECOND_MOMENTS = {"sgd": "none", "muon": "others", "dist_muon": "others", "lion": "others"}
@@ -109,7 +112,9 @@ def options(task: Task) -> Options:
     fields: dict[str, Any] = {name: bool(settings.get(key)) for name, key in TABLES["switches"].items()}
     # an iteration whose experts have no fixed size is a graph only with fused ones (0.18 `transformer_config.py`)
     fields["fused_experts"] |= graphs(settings) == WHOLE_STEP and not fields["padded_experts"]
-    shared = str(settings.get("data_parallel_sharding_strategy") or "optim_grads_params").split("_")
+    is_bare = bool(settings.get("use_megatron_fsdp")) and "use_megatron_fsdp" not in train.settings
+    usual = "no_shard" if is_bare and not in_versions(SHARES_SINCE, version) else "optim_grads_params"
+    shared = str(settings.get("data_parallel_sharding_strategy") or usual).split("_")
     fields["whole"] = frozenset(name for name, word in SHARED.items() if word not in shared)
     fields["fsdp"] |= bool(settings.get("use_torch_fsdp2"))
     fields["precision_aware_optimizer"] &= _adam_has_main_params(train, settings, version)

@@ -63,7 +63,7 @@ LETTERS = {"Mamba-2": "M", "Gated DeltaNet": "G", "dense": "-", "experts": "E"}
 
 SYMBOLS = {"*-M": "", "E": ">=0.16", "/G|": ">=0.17", "D": ">=0.18", "+": ">=0.19"}
 """The symbols of hybrid patterns, by the releases that read them. Source: the tags core_v0.12.0 to core_v0.19.0, and
-0.20, `mamba_hybrid_layer_allocation.py` or `hybrid_layer_allocation.py`."""
+0.20 (@d98e8a64), `mamba_hybrid_layer_allocation.py` or `hybrid_layer_allocation.py`."""
 
 
 def check_symbols(text: str, key: str, release: str | None = None) -> str:
@@ -81,7 +81,7 @@ def pattern_stages(text: str, model: Model, release: str | None = None) -> tuple
     """Return the contents of each (virtual) stage of a hybrid pattern in model order; empty if it has no bars.
 
     Raises SpecError for a pattern with another number of layers than the model. Multi-token prediction is on the last
-    stage. Source of the grammar: megatron-core 0.20 `hybrid_layer_allocation.py`.
+    stage. Source of the grammar: megatron-core 0.20 @d98e8a64 `hybrid_layer_allocation.py`.
     """
     stages = check_symbols(text, f"train.settings.{PATTERN}", release).partition("/")[0].split("|")
     if (letters := sum(map(len, stages))) != model.num_layers:

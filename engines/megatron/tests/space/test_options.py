@@ -119,6 +119,22 @@ def test_setting_becomes_an_option_and_the_others_stay(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("release", "words", "settings", "whole"),
+    [
+        ("0.17.1", ("--use-megatron-fsdp",), {}, {"states", "weights", "gradients"}),
+        ("0.18.0", ("--use-megatron-fsdp",), {}, set()),
+        ("0.17.1", ("--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads"), {}, {"weights"}),
+        ("0.17.1", (), {"use_megatron_fsdp": True}, set()),  # whose launch names the strategy
+    ],
+)
+def test_a_command_with_megatron_fsdp_shards_by_itself_since_0_18(
+    release: str, words: tuple[str, ...], settings: dict[str, Any], whole: set[str]
+) -> None:
+    found = options_of(settings, command=(*COMMAND, *words), engine_version=release)
+    assert (found.fsdp, found.whole) == (True, whole)
+
+
+@pytest.mark.parametrize(
     ("settings", "key"),
     [
         ({"exp_avg_dtype": "bf16"}, "exp_avg_dtype"),

@@ -1,6 +1,6 @@
 """TensorRT-LLM (`trtllm-serve`) with the PyTorch backend; no server was run.
 
-Sources: NVIDIA/TensorRT-LLM `tensorrt_llm/commands/serve.py` @00209af1, `llmapi/llm_args.py` of 1.2,
+Sources: NVIDIA/TensorRT-LLM `tensorrt_llm/commands/serve.py` @00209af1, tensorrt_llm 1.2 `llmapi/llm_args.py`,
 `docs/source/commands/trtllm-serve/trtllm-serve.rst` @0434755f, and nvidia.github.io/TensorRT-LLM (`llm-api/reference`
 and `features/kvcache` of 1.4).
 """

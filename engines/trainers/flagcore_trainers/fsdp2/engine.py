@@ -262,10 +262,12 @@ class Fsdp2(Engine):
         return merges(task)
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
-        waits = kept_framework(task.spec) and not reading(task.spec).is_on("synchronizes")
-        program = RECIPE if fs.STATES in task.spec.train.assumed else FRAMEWORK if waits else TRIAL
-        parts = float(task.spec.train.assumed.get(LOSS_PARTS) or program.loss_parts)
-        return prediction.predict(task, columns, costs, replace(program, loss_parts=parts))
+        train, read = task.spec.train, reading(task.spec) if kept_framework(task.spec) else None
+        waits = read is not None and not read.is_on("synchronizes")
+        casts = read is not None and not read.is_on("fsdp") and train.precision != "fp32" and train.adapter is None
+        program = RECIPE if fs.STATES in train.assumed else FRAMEWORK if waits else TRIAL
+        parts = float(train.assumed.get(LOSS_PARTS) or program.loss_parts)
+        return prediction.predict(task, columns, costs, replace(program, loss_parts=parts, casts=casts))
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         self._check_command(task.spec)

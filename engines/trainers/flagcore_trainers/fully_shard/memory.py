@@ -190,6 +190,7 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
         early
         - stale
         + at_head
+        + np.where(job.casts, all_layers - gathered, 0.0)
         + (u if is_narrow else LOSS_FORWARD_BYTES) * logits
         + buffer * (last if is_tied else u * table),
         early + at_head + _loss_bytes(job) * logits,

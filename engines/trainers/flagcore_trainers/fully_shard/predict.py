@@ -92,11 +92,13 @@ def memory_job(
     loss_parts: float = 1.0,
     sends_stay: bool = False,
     whole_gradients: bool = False,
+    casts: bool = False,
 ) -> weights.MemoryInputs:
-    """Return what the memory of candidates depends on."""
+    """Return what the memory of candidates depends on. Without checkpoints, autograd keeps casts for the backward."""
     layout = layout_of(task, columns)
     size, schedule = np.broadcast_arrays(columns[fs.PP], columns[fs.SCHEDULE])
     value_bytes = 4.0 if task.spec.train.precision == "fp32" else 2.0
+    has_casts = casts & (columns[fs.STATES] != 2)
     reduced = np.where((columns[fs.REDUCE] == 2) & (value_bytes == 2.0), 2.0, 4.0)
     return weights.MemoryInputs(
         model=task.spec.model,
@@ -106,7 +108,7 @@ def memory_job(
         context=layout.context,
         tokens=layout.tokens(task.spec.train.seq_length),
         microbatches=layout.microbatches,
-        reshard=columns[fs.RESHARD] > 0,
+        reshard=(columns[fs.RESHARD] > 0) & ~(has_casts & (columns[fs.AC] == 1)),
         checkpointing=(columns[fs.AC] - 1).astype(np.float64),
         reduce_bytes=reduced,
         main_bytes=np.where(columns[fs.STATES] == 2, 2.0, weights.MAIN_BYTES),
@@ -121,6 +123,7 @@ def memory_job(
         tiled_loss=has_tiled_loss(task.spec),
         sends_stay=sends_stay,
         whole_gradients=whole_gradients,
+        casts=has_casts,
         adapter=task.spec.train.adapter,
     )
 
@@ -202,6 +205,7 @@ def _predict(
         loss_parts=program.loss_parts,
         sends_stay=costs.synchronous,
         whole_gradients=program.whole_gradients,
+        casts=program.casts,
     )
     needed = memory.of_rank(job)
     needed = replace(needed, peak=needed.peak + 2.0 * costs.memory.workspace_bytes())

@@ -52,6 +52,7 @@ class Program:
     `loss_parts`: as in `MemoryInputs`.
     `masked`: whether context-parallel attention computes all scores and masks half of them.
     `whole_gradients`: whether ranks keep whole gradients until the last micro-batch, in which they are reduced.
+    `casts`: as in `MemoryInputs`, if the states have fp32.
     `narrow_loss`: whether the loss is computed in 16 bits. `own_attention`: whether attention is the vendor's kernel.
     """
 
@@ -61,6 +62,7 @@ class Program:
     loss_parts: float = 1.0
     masked: bool = False
     whole_gradients: bool = False
+    casts: bool = False
     narrow_loss: bool = False
     own_attention: bool = False
 

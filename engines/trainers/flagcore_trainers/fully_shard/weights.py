@@ -62,6 +62,7 @@ class MemoryInputs:
     `tiled_loss`: whether head and loss run on tiles of `TILE` logits at most, which backward computes again in place.
     `split_tokens`: whether tensor-parallel ranks divide the tokens between blocks.
     `gradients_wait`: whether the gradients of a layer's weights wait until all are there, to be reduced together.
+    `casts`: whether autocast computes with fp32 weights: it keeps its casts of all layers until the loss is computed.
     `adapter`: the adapters that are trained; the other weights are then frozen, in the format of activations.
     `dora_stored`: outputs that DoRA stores.
     `sends_stay`: whether a send keeps its tensor until the schedule drops it, as Gloo's does. NCCL frees what is sent.
@@ -89,6 +90,7 @@ class MemoryInputs:
     split_tokens: BoolArray | bool = True
     gradients_wait: bool = True
     whole_gradients: bool = False
+    casts: BoolArray | bool = False
     sends_stay: bool = False
     adapter: Adapter | None = None
     dora_stored: float = DORA_STORED
