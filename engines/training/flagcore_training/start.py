@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from flagcore_models.layers import attention_by_size, indexer_of, other_mixers, without_repeats
-from packaging.requirements import Requirement
 from packaging.version import InvalidVersion
 
 from flagcore.contracts import Platform
@@ -34,14 +33,17 @@ def program_launch(job: Mapping[str, object], folder: str, program: str) -> Laun
 def installed(module: str, requirement: str = "") -> bool:
     """Return whether a module is installed in a version that satisfies `requirement`. The module is not imported."""
     try:
-        return find_spec(module) is not None and not (requirement and _excluded(Requirement(requirement)))
+        return find_spec(module) is not None and not (requirement and _excluded(requirement))
     except (ImportError, ValueError):
         return False
 
 
-def _excluded(requirement: Requirement) -> bool:
+def _excluded(requirement: str) -> bool:
+    from packaging.requirements import Requirement  # plans do not need it
+
+    needed = Requirement(requirement)
     try:
-        return bool(requirement.specifier) and version(requirement.name) not in requirement.specifier
+        return bool(needed.specifier) and version(needed.name) not in needed.specifier
     except (PackageNotFoundError, InvalidVersion):  # a vendor's build may have no valid version
         return False
 

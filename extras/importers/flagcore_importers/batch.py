@@ -91,7 +91,12 @@ def slurm_options(words: Sequence[str], *, are_all: bool = False) -> tuple[dict[
         if not name.startswith("--"):
             name, value = _SHORT.get(name[1:2], name[1:2]), (name[2:] + equals + value).removeprefix("=")
             equals = value
-        if not equals and rest and not rest[0].startswith("-") and not KEYS.slurm_switches.fullmatch(name.strip("-")):
+        if (
+            not equals
+            and rest
+            and not rest[0].startswith("-")
+            and not re.fullmatch(KEYS.slurm_switches, name.strip("-"))
+        ):
             value = rest.pop(0)
         options[name.lstrip("-")] = value
     return options, rest

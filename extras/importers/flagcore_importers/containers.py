@@ -140,7 +140,7 @@ def _options(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
         name, equals, value = rest.pop(0).partition("=")
         if (is_short := not name.startswith("--")) and len(name) > 2 and name[1] in "evpuwhm":  # such as -eNAME=VALUE
             name, value, equals = name[:2], name[2:] + equals + value, "="
-        is_switch = set(name[1:]) <= set("ditqP") if is_short else KEYS.switches.fullmatch(name)
+        is_switch = set(name[1:]) <= set("ditqP") if is_short else re.fullmatch(KEYS.switches, name)
         if not equals and not is_switch and rest:
             value = rest.pop(0)
         options.append((name.lstrip("-"), value))

@@ -269,7 +269,7 @@ def engines_in(given: Input, programs: Sequence[Program]) -> Found:
     for name, engine in given.engines.items():
         for start in sorted(starts, key=_follows):
             role = engine.role(start.words, os.getcwd())
-            if role is not None and not KEYS.tools.match(_text(start)):
+            if role is not None and not re.match(KEYS.tools, _text(start)):
                 key = name, start.role or role, _OF_COPY.sub("", shlex.join(start.words))
                 found[key] = _joined(found[key], start) if key in found else start
     bare = [[*entry] for entry in images_of(given.engines).values()]  # beside the server's
@@ -289,7 +289,7 @@ def untuned(given: Input, found: Found) -> SpecError | None:
     """Return the error for an input that starts what flagcore does not tune, by its name, or None."""
     unknown = [each for each in given.starts if each.image and each.words]
     is_image = len(given.programs) > 1 and bool(unknown)
-    commands = [each for each in map(_text, unknown if is_image else given.programs) if not KEYS.tools.match(each)]
+    commands = [each for each in map(_text, unknown if is_image else given.programs) if not re.match(KEYS.tools, each)]
     for name, row in read_table("untuned").items():
         is_sure, words, text = row.get("always"), row.get("words", _NEVER), row.get("text", _NEVER)
         if found and not is_sure:

@@ -23,33 +23,31 @@ BRACED = r"\$\{?(\w+)\}?"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """Patterns of the options and keys of each form that are read, or that change no speed (`keys.yaml`)."""
+    """Regular expressions of the options and keys of each form that are read, or that change no speed (`keys.yaml`)."""
 
-    docker_run: re.Pattern[str]
-    switches: re.Pattern[str]
-    compose: re.Pattern[str]
-    compose_file: re.Pattern[str]
-    manifest: re.Pattern[str]
-    container: re.Pattern[str]
-    pod: re.Pattern[str]
-    values: re.Pattern[str]
-    unit: re.Pattern[str]
-    sbatch: re.Pattern[str]
-    slurm_switches: re.Pattern[str]
-    programs: re.Pattern[str]
-    tools: re.Pattern[str]
-
-
-KEYS = Keys(
-    **{form: re.compile(re.sub(r"\n\s*", "", each)) for form, each in package_yaml(__package__, "keys.yaml").items()}
-)
+    docker_run: str
+    switches: str
+    compose: str
+    compose_file: str
+    manifest: str
+    container: str
+    pod: str
+    values: str
+    unit: str
+    sbatch: str
+    slurm_switches: str
+    programs: str
+    tools: str
 
 
-def left_out(known: re.Pattern[str], given: Mapping[Any, Any], path: str = "") -> dict[str, str]:
+KEYS = Keys(**{form: re.sub(r"\n\s*", "", each) for form, each in package_yaml(__package__, "keys.yaml").items()})
+
+
+def left_out(known: str, given: Mapping[Any, Any], path: str = "") -> dict[str, str]:
     """Return the keys, with their values, that are neither read nor without effect on speed: those not in `known`."""
     found = dict[str, str]()
     for key, value in ((f"{path}{key}", value) for key, value in given.items() if value not in (None, "", [], {})):
-        if not known.fullmatch(key):
+        if not re.fullmatch(known, key):
             is_list = isinstance(value, list) and any(isinstance(each, Mapping) for each in value)  # may have secrets
             text = f"a list of {len(value)}" if is_list else str(value)
             found |= left_out(known, value, f"{key}.") if isinstance(value, Mapping) else {key: text}

@@ -12,8 +12,6 @@ from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import Requirement
-
 from flagcore import plugins
 from flagcore.api.inputs import SpecLike, loaded_plugins, spec_data
 from flagcore.api.notes import LOG
@@ -149,7 +147,7 @@ def _engine(name: str, loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> 
     for module, requirement in engine.modules.items():
         own_fix = fix or _("install {package}, which no extra of flagcore brings", package=requirement)
         purpose = _("engine {name} ({module})", name=name, module=module)
-        yield {**_untested(_distribution(Requirement(requirement), purpose, own_fix), engine.untested), "engine": name}
+        yield {**_untested(_distribution(requirement, purpose, own_fix), engine.untested), "engine": name}
 
 
 def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[dict[str, Any]]:
@@ -298,12 +296,13 @@ def _untested(part: dict[str, Any], reason: str) -> dict[str, Any]:
     return {**part, "ok": _("untested"), "fix": _(reason)} if part["ok"] and reason else part
 
 
-def _distribution(wanted: Requirement, purpose: str, fix: str) -> dict[str, Any]:
+def _distribution(requirement: str, purpose: str, fix: str) -> dict[str, Any]:
     """Return a record of an installed distribution. It is not ok if it is missing or has another version."""
-    try:
+    from packaging.requirements import Requirement  # plans ask this module, too
+
+    wanted, installed = Requirement(requirement), None
+    with suppress(PackageNotFoundError):
         installed = version(wanted.name)
-    except PackageNotFoundError:
-        installed = None
     ok = installed is not None and wanted.specifier.contains(installed, prereleases=True)
     return _record(wanted.name, purpose, installed, fix, ok)
 

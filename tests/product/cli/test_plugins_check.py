@@ -284,9 +284,13 @@ def test_it_is_estimated_and_its_knobs_are_checked(flag: Flag, acme_project: Pro
 
 
 @pytest.mark.costly
-def test_planning_does_not_import_torch(project: Project) -> None:
+def test_planning_does_not_import_torch_or_parts_that_only_programs_need(project: Project) -> None:
+    parts = "bridge flagscale hosts kubernetes ray page rl importers.reader megatron.importing"
+    unused = ("torch", "megatron.core", "sqlalchemy", *(f"flagcore_{each}" for each in parts.split()))
     spec = project.spec(train={"command": None})
-    assert imported(project, ("torch", "megatron.core", "sqlalchemy"), "estimate", spec) == []
+    assert imported(project, (*unused, "flagcore_serving"), "estimate", spec) == []
+    server = ("--model", "Qwen/Qwen3-0.6B", "--chip", "H20", "--devices", "1")
+    assert imported(project, (*unused, "packaging.requirements", "flagcore_training"), "estimate", *server) == []
     assert imported(project, ("torch", "megatron.core"), "devices") == []
 
 
