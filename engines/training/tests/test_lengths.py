@@ -141,13 +141,15 @@ def of_stages(job: Training, found: Layout, costs: Costs) -> list[float]:
 @pytest.mark.parametrize(("seconds", "keys"), [(of_layers, LayerLayout), (of_stages, StageLayout)])
 def test_times_differ_by_the_fields_that_they_are_given_and_by_no_other(seconds: Any, keys: Any) -> None:
     bases, found, costs = (USUAL, {**USUAL, "selective": 0.0, "block": 0.0}), set(), plain_costs()
-    for job, base, (name, value) in product((JOB, GRAPHS), bases, OTHER.items()):
-        usual, other = layout(**base), layout(**{**base, name: value})
-        if not np.allclose(seconds(job, usual, costs), seconds(job, other, costs), rtol=1e-12, atol=0.0):
-            one, two = (keys.of(job, each) for each in (usual, other))
-            changed = {key for key in keys.__dataclass_fields__ if (getattr(one, key) != getattr(two, key)).any()}
-            assert changed, name
-            found |= changed
+    for job, base in product((JOB, GRAPHS), bases):
+        usual, one = seconds(job, layout(**base), costs), keys.of(job, layout(**base))
+        for name, value in OTHER.items():
+            other = layout(**{**base, name: value})
+            if not np.allclose(usual, seconds(job, other, costs), rtol=1e-12, atol=0.0):
+                two = keys.of(job, other)
+                changed = {key for key in keys.__dataclass_fields__ if (getattr(one, key) != getattr(two, key)).any()}
+                assert changed, name
+                found |= changed
     assert found == {*keys.__dataclass_fields__}
 
 

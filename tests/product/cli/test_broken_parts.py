@@ -158,7 +158,7 @@ def test_doctor_names_a_part_of_a_wrong_type_of_each_group(break_parts: Callable
     assert all(f"(from {name})" in error for name, error in named.items())
 
 
-@pytest.mark.parametrize("fault", [pytest.param("exits", marks=pytest.mark.long), "hangs", "prints without end"])
+@pytest.mark.parametrize("fault", ["exits", "hangs", "prints without end"])
 @pytest.mark.costly
 def test_no_command_ends_because_all_groups_have_a_broken_part(
     break_parts: Callable[..., None], flag: Flag, fault: str

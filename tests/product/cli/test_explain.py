@@ -75,8 +75,13 @@ LAYOUT = "tp=2, mbs=4, recompute full uniform 1"
 @pytest.mark.parametrize(
     ("plain", "forms"),
     [
-        ("tp=2, mbs=4", ["TP=2,micro_batch_size=4", "TP2, MBS4", "tp 2, mbs 4", "no dist-opt, TP2, MBS4"]),
-        ("tp=2, mbs=4", ["tp = 2, mbs = 4", "tp=2，mbs=4", "ＴＰ２, ＭＢＳ４", "TP 2, MBS 4, no method"]),
+        (
+            "tp=2, mbs=4",
+            [
+                *("TP=2,micro_batch_size=4", "TP2, MBS4", "tp 2, mbs 4", "no dist-opt, TP2, MBS4"),
+                *("tp = 2, mbs = 4", "tp=2，mbs=4", "ＴＰ２, ＭＢＳ４", "TP 2, MBS 4, no method"),
+            ],
+        ),
         (LAYOUT, ["TP2, MBS4, recompute=full uniform 1"]),
         (STAGES, ["PP2, layers/virtual stage 1, MBS2"]),
     ],

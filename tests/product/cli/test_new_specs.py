@@ -236,6 +236,7 @@ def test_public_models_are_listed_by_words_and_start_a_spec(flag: Flag) -> None:
 
 LARGE = {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB", "nic_bytes_per_second": 1.0e9}
 SMALL = {**LARGE, "memory_per_device": "400MiB"}
+FEW = {"space": {"micro_batch_size": [1], "use_recompute": [False], "num_layers_per_virtual_pipeline_stage": [None]}}
 NEW, OLD = {**LARGE, "name": "new"}, {**LARGE, "name": "old", "speed": 0.25}
 
 
@@ -275,10 +276,10 @@ def test_a_run_belongs_to_the_layout_of_all_its_groups(spec: Callable[..., str])
 
 @pytest.mark.costly
 def test_candidates_of_a_mixed_cluster_are_listed_with_all_its_chips(flag: Flag, spec: Callable[..., str]) -> None:
-    listing = flag("estimate", spec(LARGE, SMALL))
+    listing = flag("estimate", spec(LARGE, SMALL, auto_tuner=FEW))
     assert "on 2 x cpu + 2 x cpu:" in listing.err
     assert "illegal: stages_in_one_group" in listing.err
-    result = json.loads(flag("estimate", spec(LARGE, SMALL), "--json").out)
+    result = json.loads(flag("estimate", spec(LARGE, SMALL, auto_tuner=FEW), "--json").out)
     plain = [each["candidate"] for each in result if not each["candidate"]["meshes"]]
     assert {each["pipeline_model_parallel_size"] % 2 for each in plain} == {0}
     assert all(each["mfu"] > 0 for each in result)
@@ -296,7 +297,8 @@ def test_the_capacity_reported_comes_from_the_stage_with_the_least_free_memory(
     flag: Flag, spec: Callable[..., str]
 ) -> None:
     def memory(*groups: dict[str, Any]) -> dict[str, Any]:
-        output = json.loads(flag("estimate", spec(*groups), "--explain", "baseline", "--json").out)
+        file = spec(*groups, auto_tuner=FEW)
+        output = json.loads(flag("estimate", file, "--explain", "baseline", "--json").out)
         found: dict[str, Any] = output["memory"]
         return found
 
@@ -328,23 +330,23 @@ def test_a_mixed_plan_has_the_layers_of_all_vendors_or_names_those_of_each(
         return [{"chip": chip, "nodes": 1, "devices_per_node": 2, "nic_bytes_per_second": 1e10} for chip in chips]
 
     for chips in (("A100-80GB", "H200"), ("H100-SXM", "C550")):
-        found = mixing(*groups(*chips))
+        found = mixing(*groups(*chips), auto_tuner=FEW)
         assert [(each.split, each.last) for each in (found.mixed, *found.others)] == [
             ("layer split", ""),
             ("data split", "no program starts it"),
         ]
     assert "layer split*" in mixing_text(found, {}, found.mixed.candidate)
     assert {each.implementation for each in (*found.alone, found.mixed)} == {"transformer_engine"}
-    found = mixing(*groups("H100-SXM", "cpu"))
+    found = mixing(*groups("H100-SXM", "cpu"), auto_tuner=FEW)
     assert {each.implementation for each in found.alone} != {found.mixed.implementation}
-    assert "train.implementation" in flag("estimate", spec(*groups("H100-SXM", "cpu"))).out
+    assert "train.implementation" in flag("estimate", spec(*groups("H100-SXM", "cpu"), auto_tuner=FEW)).out
 
 
 @pytest.mark.costly
 def test_an_estimate_compares_splits_of_layers_and_of_data_with_each_kind_alone(
     flag: Flag, spec: Callable[..., str], mixing: Callable[..., Mixing]
 ) -> None:
-    found = mixing(LARGE, LARGE)
+    found = mixing(LARGE, LARGE, auto_tuner=FEW)
     assert [each.devices for each in (found.mixed, *found.alone)] == [4, 2, 2]
     assert found.best_alone
     assert found.sum_alone == pytest.approx(2 * found.best_alone.tokens_per_second)
@@ -353,7 +355,7 @@ def test_an_estimate_compares_splits_of_layers_and_of_data_with_each_kind_alone(
     assert [(each.split, bool(each.last)) for each in plans] == [("layer split", False), ("data split", True)]
     for each in plans:
         assert ("|" in (each.candidate["meshes"] or "")) == (each.split == "data split")
-    table = flag("estimate", spec(LARGE, LARGE)).out
+    table = flag("estimate", spec(LARGE, LARGE, auto_tuner=FEW)).out
     assert all(text in table for text in ("layer split", "data split", "sum of single chips"))
     assert "train.implementation differs" not in table
     only = mixing(LARGE, LARGE, auto_tuner={"space": {"meshes": ["cpu#1 dp2 | cpu#2 dp2"]}})

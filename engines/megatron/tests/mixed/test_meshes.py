@@ -173,7 +173,9 @@ def test_the_time_of_unequal_stages_is_that_of_the_simulated_schedule(text: str)
 
 
 @pytest.mark.parametrize(
-    "model", [MODEL, replace(EXPERTS, num_layers=60, num_moe_experts=256)], ids=["dense", "experts"]
+    "model",
+    [pytest.param(MODEL, marks=pytest.mark.long), replace(EXPERTS, num_layers=60, num_moe_experts=256)],
+    ids=["dense", "experts"],
 )
 @pytest.mark.costly
 def test_thousands_of_devices_have_few_candidates(model: Model) -> None:

@@ -141,7 +141,7 @@ def test_a_candidate_is_predicted_as_a_job_with_its_settings() -> None:
     space = build(legal.axes, legal.rules, legal.merges)
     assert len(space) == 2 * 96
     found = predict(tasks.platform(task), space)
-    for row in range(0, len(space), 7):
+    for row in range(0, len(space), 17):
         candidate = space.candidate(row).as_dict()
         settings = {name: candidate[name] for name in SWITCHES if name in NAMES and candidate[name] is not None}
         single = task_of({}, settings, model=tasks.EXPERTS)

@@ -12,7 +12,7 @@ from flagcore_vendorkit.fields import Scope
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from flagcore.domain.chip import Chip, Support
+from flagcore.domain.chip import Support
 from flagcore.domain.engine import JOB_KEYS, SHARED_PREFIXES, EngineSupport, ForcedSetting, RefusedValues, ValueRule
 from flagcore.domain.knob import ANSWERS, WHOLE_STEP, Factor, Knob
 from flagcore.domain.prediction import PART_NAMES
@@ -295,16 +295,19 @@ MOST = 5.0
 
 
 def _knobs(plugin: Subject) -> Items:
-    knobs = [(*pair, knob) for pair in plugin.pairs() for knob in plugin.loaded.knobs(*pair)]
-    need(knobs, "the plugin adds no knobs")
-    return [(f"flagcore_knobs: {knob.name} of {engine}", chip, engine, knob) for chip, engine, knob in knobs]
+    found: list[tuple[str, str, Knob, set[str]]] = []
+    for chip, engine in plugin.pairs():
+        knobs = plugin.loaded.knobs(chip, engine)
+        axes = find_engine(engine).axes(task_on(chip)) if knobs and engine == "megatron" else ()
+        names = {axis.knob for axis in axes}
+        found += [(f"flagcore_knobs: {knob.name} of {engine}", engine, knob, names) for knob in knobs]
+    return need(found, "the plugin adds no knobs")
 
 
 @check(each=_knobs, hook="knobs")
-def knobs_are_complete(chip: Chip, engine: str, knob: Knob) -> Problems:
+def knobs_are_complete(engine: str, knob: Knob, names: set[str]) -> Problems:
     effects = [*knob.effects.values()]
     factors = [each for effect in effects for each in (effect.time, effect.memory)]
-    names = {axis.knob for axis in find_engine(engine).axes(task_on(chip))} if engine == "megatron" else set()
     is_estimated = knob.source is not None and knob.source.kind == "estimated"
     is_free = knob.effect_source is None and not is_estimated and any(each != Factor() for each in factors)
     wide = [factor.value for factor in factors if not 1 / MOST <= factor.value <= MOST]
