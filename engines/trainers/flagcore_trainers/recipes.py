@@ -13,12 +13,20 @@ from typing import Any
 
 from flagcore_importers.dialect import OFF, SUFFIXES, flat, name_of, placed, read_config
 from flagcore_models.public import model_of
-from flagcore_training.adapters import NAMES, SHARED, TARGETS, absent_targets, adapter_section, layer_names
+from flagcore_training.adapters import (
+    NAMES,
+    SHARED,
+    TARGETS,
+    absent_targets,
+    adapter_section,
+    layer_names,
+    linear_layers,
+)
 from flagcore_training.commands import cluster_of, parse, with_places
 from flagcore_training.frameworks import CONFIG, DEPTHS, MEGATRON, PROGRAM, RECOMPUTE, SIZES, Reading, framework_of
 from flagcore_training.knobs import note_effects
 from flagcore_training.lengths import assumed_lengths
-from flagcore_training.peft import Peft
+from flagcore_training.peft import TABLE, Peft
 
 from flagcore.domain.launch import Start
 from flagcore.domain.model import Model
@@ -77,6 +85,8 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
     shape = model_from(section, base=directory)
     own, baseline = _part(read, shape, devices, replicas, notes)
     is_split = read.is_on("fsdp") or baseline.get("zero_stage") == 3
+    if shape.experts and "adapter" in train and not read.on_megatron and "lists_layers" in read.row:
+        _list_layers(shape, train["adapter"], notes)
     is_left = shape.experts and "base" in train.get("adapter", {}) and not read.is_on("experts")
     if is_left and "casts" in read.row and not is_split:
         train["adapter"]["fp32_experts"] = True
@@ -221,6 +231,18 @@ def _adapter(read: Reading, notes: Notes) -> dict[str, Any]:
     _note_layers(targets, section, notes)
     further = {"quantized_experts": "base" in section and read.is_on("experts"), "dropout": read.is_on("dropout")}
     return {"adapter": section | {key: True for key, is_set in further.items() if is_set}}
+
+
+def _list_layers(shape: Model, adapter: dict[str, Any], notes: Notes) -> None:
+    """Set the targets of adapters beside all linear layers, which a framework lists by name. Experts are not linear.
+
+    Gates of shared experts have no name in a spec: models with them keep what PEFT takes for all layers.
+    """
+    if "targets" not in adapter and shape.family not in TABLE["shared_gates"]:
+        adapter["targets"] = [each for each in linear_layers(shape, experts=False) if each in TARGETS]
+        if "down_proj" not in adapter["targets"]:
+            text = "experts have none: transformers 5 has them as parameters, and linear layers are listed by name"
+            notes.note("adapter", text, "train.adapter.targets")
 
 
 def _note_layers(targets: Any, section: Mapping[str, Any], notes: Notes) -> None:

@@ -224,6 +224,27 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
+    ("model", "targets"),
+    [
+        ("Qwen/Qwen3-30B-A3B", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("zai-org/GLM-4.5-Air", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("Qwen/Qwen3-8B", None),
+    ],
+)
+@pytest.mark.parametrize("framework", ["llamafactory-cli train", "axolotl train"])
+def test_all_linear_layers_of_a_framework_are_those_with_a_name(
+    framework: str, model: str, targets: set[str] | None, folder: Path
+) -> None:
+    text = "stage: sft\nfinetuning_type: lora\nmodel_name_or_path: "
+    if framework.startswith("axolotl"):
+        text = "adapter: lora\nlora_target_linear: true\nbase_model: "
+    (folder / "lora.yaml").write_text(text + model)
+    (folder / "job.sh").write_text(f"CUDA_VISIBLE_DEVICES=0 {framework} lora.yaml\n")
+    found = read_command(None, ["job.sh"], chip="H100-SXM").data["train"]["adapter"]
+    assert (set(found["targets"]) if "targets" in found else None) == targets
+
+
+@pytest.mark.parametrize(
     ("further", "base"),
     [("", "fp32"), ("--dtype bfloat16", None), ("--load_in_4bit", "nf4"), ("--deepspeed zero3.json", None)],
 )

@@ -148,17 +148,23 @@ def base_bytes(adapter: Adapter | None, value_bytes: float, peft: Peft | None, *
     return BASE_BYTES[adapter.base]
 
 
-def absent_targets(model: Model, adapter: Adapter | None, section: str = "train") -> list[str]:
-    """Return the targets that no linear layer of the model has. Raises SpecError if nothing would be trained."""
-    if adapter is None or adapter.targets == "all-linear":
-        return []
+def linear_layers(model: Model, *, experts: bool = True) -> list[str]:
+    """Return the names of the layers of a model that may have adapters, with or without those of routed experts."""
     products = (
         product
         for layer in dict.fromkeys(layers_of(model))
         for part in layer.parts
         for product in part.products(model.hidden_size)
     )
-    names = dict.fromkeys(each.name for product in products if product.adapts for each in product.layers)
+    chosen = (each for each in products if each.adapts and (experts or each.component != "experts"))
+    return [*dict.fromkeys(each.name for product in chosen for each in product.layers)]
+
+
+def absent_targets(model: Model, adapter: Adapter | None, section: str = "train") -> list[str]:
+    """Return the targets that no linear layer of the model has. Raises SpecError if nothing would be trained."""
+    if adapter is None or adapter.targets == "all-linear":
+        return []
+    names = linear_layers(model)
     absent = [name for name in adapter.targets if name not in names]
     if len(absent) == len(adapter.targets):
         problem = _("are no layers of the model: nothing would be trained")
