@@ -241,6 +241,21 @@ def test_the_attention_backend_of_amd_lowers_the_share_and_has_a_workspace() -> 
     assert aiter.workspace_bytes.item() == 2048 * heads * 160 * (4 * width + 8)  # 40,960 tokens in parts of 256
 
 
+def test_a_pool_smaller_than_the_context_limits_requests_but_starts() -> None:
+    job: dict[str, Any] = {
+        "id": "a",
+        "kind": "serve",
+        "model": "Qwen/Qwen3-8B",
+        "cluster": {"chip": "H100-SXM", "devices": 1, "devices_per_node": 1},
+        "serve": {"engine": "sglang", "precision": "bf16", "input_len": 64, "output_len": 2, "num_prompts": 2},
+        "candidate": {"context_len": 32768},
+    }
+    job["serve"] |= {"concurrency": 1, "engine_args": {"max-total-tokens": 8192}}
+    (found,) = estimate_jobs([job])
+    assert found["memory"]["fits"]
+    assert found["memory"]["kv_cache_tokens"] == pytest.approx(8192)
+
+
 def test_the_largest_decode_graph_is_that_of_the_flags() -> None:
     found = settings(cards(engine_args={"cuda-graph-bs-decode": [1, 8, 96]}))
     assert found.graph_tokens.item() == 96

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 import numpy as np
 from flagcore_importers.programs import release
 from flagcore_models.layers import mixer_counts
+from flagcore_models.mixers.compressed_attention import CompressedAttention
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
+from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_serving.job import EngineArg
 from flagcore_serving.space.hardware import PP, TP
 from flagcore_serving.space.settings import GRAPH_BYTES, GRAPH_TOKENS
@@ -38,6 +40,7 @@ SORTED_BYTES, SAMPLED_BYTES, GUMBEL_BYTES = 30.0, 12.0, 4.0
 then with probabilities and random numbers, and with the runner since CHARGED[1] alone."""
 SORTS_UNTIL = (0, 17, 0)
 """The first release seen with a kernel for top-k and top-p (0.14 sorts)."""
+INDEX_KEYS, SCORES = 40, 512 * 2**20
 SIZES = np.array([1, 2, 4, *range(8, 256, 8), *range(256, 2049, 16)])
 """The sizes of captured batches in tokens."""
 
@@ -91,6 +94,24 @@ def reserved_bytes(
     is_charged = (whole != 0.0) & (CHARGED[0] <= number < CHARGED[1])
     charged = np.where(is_charged, _charged_bytes(task, values, SIZES[decodes.clip(1) - 1] // query, tokens), 0.0)
     return np.where(graphs > 0, own + charged, 0.0)
+
+
+def sparse_bytes(task: Task, context: IntArray, tokens: IntArray) -> FloatArray:
+    """Return the bytes of what sparse attention allocates beside its layers.
+
+    A workspace for gathered keys grows with `context`: 40 keys of an indexer for each of its tokens, or 4 prompts of
+    compressed attention, with their windows and `tokens` tokens. The profile of the latter has 512 MiB of an indexer's
+    scores at its peak. Sources: 0.26 and 0.32 `v1/attention/backends/mla/indexer.py` (get_max_prefill_buffer_size),
+    `layers/sparse_attn_indexer.py`, `models/deepseek_v4/nvidia/flashmla.py`.
+    """
+    found = np.zeros(context.shape)
+    for mixer in mixer_counts(task.spec.model):
+        if isinstance(mixer, LatentAttention) and mixer.indexer:
+            found = np.maximum(found, INDEX_KEYS * 132.0 * context)
+        if isinstance(mixer, CompressedAttention) and mixer.index_heads:
+            keys = 8.0 * mixer.head_dim * (context / mixer.rate + mixer.window + tokens)
+            found = np.maximum(found, np.maximum(keys, INDEX_KEYS * 132.0 * context / mixer.rate) + SCORES)
+    return found
 
 
 def _charged_bytes(task: Task, values: Columns, batch: IntArray, tokens: IntArray) -> FloatArray:

@@ -17,6 +17,7 @@ from flagcore_models.layers import (
     without_repeats,
 )
 from flagcore_models.mixers.attention import Attention
+from flagcore_models.mixers.compressed_attention import CompressedAttention
 
 from flagcore.contracts import Costs, communicator_bytes
 from flagcore.domain.model import Model, Product
@@ -247,7 +248,9 @@ def activation_bytes(
     """Return the peak bytes of activations in an iteration.
 
     The peak is the residual, the norm and the widest layer in 16 bits, or the logits in 16 bits with their copies if
-    these take more.
+    these take more. Without attention DP, a rank has rows for all chosen experts of all tokens, also if it holds only
+    some of these (vLLM 0.32 `layers/fused_moe/modular_kernel.py`). Compressed attention has its queries, which kernels
+    pad to 64 heads, its outputs and residual streams (vLLM 0.32 `models/deepseek_v4/attention.py`).
     """
     model, experts = serving.model, serving.experts
     hidden, tensor, expert = model.hidden_size, settings.tensor, settings.expert
@@ -257,7 +260,16 @@ def activation_bytes(
     else:
         up, down = experts.routed(hidden)
         ranks = tensor * settings.data / expert
-        inner = experts.chosen / expert * (up.outer(ranks) + down.inner(ranks) + 2.0 * up.inputs)
+        inner = (
+            experts.chosen
+            / np.where(settings.data > 1.0, expert, 1.0)
+            * (up.outer(ranks) + down.inner(ranks) + 2.0 * up.inputs)
+        )
+    for mixer in mixer_counts(model):
+        if isinstance(mixer, CompressedAttention):
+            heads = mixer.num_heads / tensor
+            own = (heads + 2.0 * np.maximum(heads, 64.0)) * mixer.head_dim
+            inner = np.maximum(inner, own + model.residual_streams * hidden)
     layer = batched_tokens * 2.0 * (3.0 * hidden + inner)
     logits = np.minimum(running, batched_tokens) * head_of(model).logits * (2.0 / tensor + settings.logit_bytes)
     return np.maximum(layer, logits) / settings.cores
