@@ -290,6 +290,15 @@ def test_axolotls_fused_losses_never_have_all_logits(
     assert not has_tiled_loss(spec), "a plan on another machine, without the file"
 
 
+def test_plugins_that_no_table_knows_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = "[own.FastPlugin, axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin, other.LeanPlugin]"
+    (tmp_path / "own.yaml").write_text(f"base_model: Qwen/Qwen3-0.6B\nsequence_len: 2048\nplugins: {names}\n")
+    notes = read_command(None, ["axolotl train own.yaml"], chip="H100-SXM").notes
+    (found,) = [text for text in map(str, notes) if "Plugin" in text]
+    assert "own.FastPlugin" in found and "other.LeanPlugin" in found and "CutCrossEntropy" not in found
+
+
 def test_adapters_of_shared_experts_are_none_of_routed_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT compares the ends of paths: mlp.shared_expert.up_proj is no layer of routed experts."""
     monkeypatch.chdir(tmp_path)
