@@ -263,8 +263,7 @@ def block_tokens(task: Task, columns: Columns) -> IntArray:
 
 def _served(task: Task) -> Model:
     """Return the model with states of the type that a flag sets."""
-    args = PROGRAM.parse(task.spec).others
-    return cache.with_states(task.spec.model, cache.state_element_bytes(args))
+    return cache.with_states(task.spec.model, cache.state_element_bytes(PROGRAM.parse(task.spec).others))
 
 
 def _keeps(task: Task, columns: Columns) -> BoolArray:
