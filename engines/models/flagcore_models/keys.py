@@ -57,6 +57,8 @@ LISTED = (
     "first_k_dense_replace",
 )
 """The keys that may give a size for each layer, of which the mean is read, or for text and for images."""
+OF_EXPERTS = "moe_intermediate_size", "num_experts_per_tok"
+"""The sizes of experts that may differ by block."""
 ELEMENTS = {"float32": 4, "float16": 2, "bfloat16": 2}
 """The bytes of an element of states, by its type."""
 COMMON = (
@@ -138,7 +140,8 @@ def _computed(keys: Mapping[str, Any]) -> dict[str, Any]:
     layers of both stacks of HRM-Text.
 
     Networks have their mean width. Sources: `modeling_decilm.py` of Llama-3.3-Nemotron-Super-49B, transformers 5.24
-    `models/lfm2` and `models/hrm_text`.
+    `models/lfm2` and `models/hrm_text`. Of experts with other sizes in each layer (Nemotron-H Puzzle), tokens choose
+    the mean number by width.
     """
     stack = keys.get("layers_of_stack") or keys.get("num_hidden_layers")
     if "layers_of_stack" in keys and isinstance(stack, int):
@@ -147,7 +150,14 @@ def _computed(keys: Mapping[str, Any]) -> dict[str, Any]:
     if keys.get("block_auto_adjust_ff_dim") and isinstance(width, int):
         width = int(2 * width / 3 * (keys.get("block_ffn_dim_multiplier") or 1))
         return {"intermediate_size": _rounded(width, keys.get("block_multiple_of") or 256)}
-    return _of_blocks(blocks, hidden, keys) if isinstance(blocks, list) and isinstance(hidden, int) else {}
+    if not isinstance(blocks, list) or not isinstance(hidden, int):
+        return {}
+    experts = [[section_of({"": each}, "").get(name) for name in OF_EXPERTS] for each in blocks]
+    sizes = [(width, chosen) for width, chosen in experts if isinstance(width, int) and isinstance(chosen, int)]
+    if total := sum(width for width, _chosen in sizes):
+        means = total / len(sizes), sum(width * chosen for width, chosen in sizes) / total
+        return dict(zip(OF_EXPERTS, map(round, means), strict=True))
+    return _of_blocks(blocks, hidden, keys)
 
 
 def _of_blocks(blocks: Sequence[Any], hidden: int, keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -254,6 +254,16 @@ BLOCKS = [
 ]
 
 
+def test_experts_with_other_sizes_in_each_layer_have_the_mean_ones(at: At) -> None:
+    """NVIDIA/Megatron-LM `examples/hybrid/puzzle`: the widest experts count most."""
+    blocks = [{"block_type": "moe", "moe_intermediate_size": 32 * n, "num_experts_per_tok": n} for n in (1, 1, 4)]
+    data = config("nemotron_h_puzzle", 5, 256, 512, 8, 99, n_routed_experts=8, moe_latent_size=64)
+    data |= {"layers_block_type": ["mamba", "moe", "attention", "moe", "moe"]}
+    data |= {"block_configs": [{"block_type": "mamba"}, blocks[0], {"block_type": "attention"}, *blocks[1:]]}
+    model = read_model("Some-Model", at(data))
+    assert (model.num_layers, model.moe_ffn_hidden_size, model.moe_router_topk) == (5, 64, 3)
+
+
 @pytest.mark.parametrize(
     ("data", "sizes"),
     [

@@ -325,12 +325,13 @@ def _workspace(task: Task, columns: Columns, share: FloatArray, element: FloatAr
     The latter are partial results in fp32: one for each sequence, query head and 256 tokens of the context. Unless set,
     sequences are 512 for each longest context in the cache, 2,048 to 4,096. Latent attention has none. Sources: sglang
     0.5.23 `aiter_backend.py` (`workspace_buffer`), `pool_configurator.py`; 51.75 GB in sgl-project/sglang pull request
-    18263.
+    18263; for graphs, `runner/base_cuda_graph_runner.py` (get_batch_sizes_to_capture).
     """
     model, tensor, is_aiter = task.spec.model, columns[TP].clip(1), _is_aiter(task, columns)
     usual = GRAPH_BYTES * model.num_layers / columns[PP].clip(1)
     has_graphs = (columns[DP] > 1) & (columns[DP] <= GRAPH_RANKS) & (not Hardware.of(task).on_cores)
-    graphs = np.where(has_graphs, np.maximum(graph_mib(task, columns) * 2.0**20 - usual, 0.0), 0.0)
+    captured = {**columns, RUNNING: -(-columns[RUNNING] // columns[DP].clip(1))}  # at most the requests of a rank
+    graphs = np.where(has_graphs, np.maximum(graph_mib(task, captured) * 2.0**20 - usual, 0.0), 0.0)
     if latent_layers(model) or not is_aiter.any():
         return graphs
     context = _contexts(task, columns).astype(np.float64)

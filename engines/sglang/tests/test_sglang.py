@@ -263,6 +263,13 @@ def test_the_largest_decode_graph_is_that_of_the_flags() -> None:
     assert found.memory_fraction.item() >= more.memory_fraction.item()  # SGLang reserves memory for graphs
 
 
+def test_attention_ranks_capture_graphs_of_their_own_requests_only() -> None:
+    """nvidia/GLM-5.2-NVFP4 runs on 8 B200 with a share of 0.92 (sgl-project/sglang pull request 29674)."""
+    given = {"attn-dp-size": 8, "tp-size": 8}
+    few, many = (settings(cards(engine_args={**given, "max-running-requests": each})) for each in (512, 4096))
+    assert 0.0 < few.workspace_bytes.item() < many.workspace_bytes.item() / 4.0
+
+
 def test_batches_overlap_with_most_exchanges_only() -> None:
     found = [broken(ENGINE, cards(), two_batch_overlap=True, all2all_backend=each) for each in ("deepep", "deepep_v2")]
     assert ["overlapped_exchange" in each for each in found] == [False, True]

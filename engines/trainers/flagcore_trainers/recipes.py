@@ -378,7 +378,7 @@ def on_deepspeed(read: Reading, hidden_size: int, notes: Notes) -> Part:
     if stage not in ("0", "1", "2", "3"):
         raise SpecError(key=STAGE, value=stage, problem="is not a stage of ZeRO from 0 to 3", fix="correct it")
     baseline: dict[str, Any] = {"zero_stage": int(stage)}
-    baseline["offload_optimizer"] = "cpu" if content.get(DEVICE) == "cpu" else "none"
+    baseline["offload_optimizer"] = "cpu" if content.get(DEVICE) in ("cpu", True) else "none"
     baseline[fs.AC] = "full" if read.is_on("checkpointing") else "none"
     baseline |= {name: size for name in (fs.TP, fs.CP) if (size := read.size(name)) > 1}
     baseline |= _of_zero(content, hidden_size)

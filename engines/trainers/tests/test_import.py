@@ -290,6 +290,40 @@ def test_axolotls_fused_losses_never_have_all_logits(
     assert not has_tiled_loss(spec), "a plan on another machine, without the file"
 
 
+OPENRLHF = "--pretrain {} --max_len 512 --train_batch_size 64 --micro_train_batch_size 2"
+"""Sizes in the words of OpenRLHF before 0.11."""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zero"),
+    [
+        (f"{OPENRLHF} --zero_stage 3 --adam_offload", 3),
+        ("--model.model_name_or_path {} --data.max_len 512 --train.batch_size 64 --train.micro_batch_size 2", 2),
+        (f"{OPENRLHF} --lora_rank 16", 2),
+    ],
+)
+def test_sft_of_openrlhf_is_a_job_of_deepspeed(sizes: str, zero: int) -> None:
+    command = f"deepspeed --num_gpus 4 --module openrlhf.cli.train_sft {sizes.format('Qwen/Qwen3-4B')} --own_key 3"
+    imported = read_command(None, [command], chip="H100-SXM")
+    train, baseline = imported.data["train"], imported.data["auto_tuner"]["baseline"]
+    assert (train["engine"], train["seq_length"], train["global_batch_size"]) == ("deepspeed", 512, 64)
+    assert (baseline["zero_stage"], baseline["micro_batch_size"]) == (zero, 2)
+    assert baseline["offload_optimizer"] == ("cpu" if "adam_offload" in sizes else "none")
+    assert train.get("adapter", {}).get("rank") == (16 if "lora_rank" in sizes else None)
+    assert "own_key" in " ".join(map(str, imported.notes))
+
+
+def test_plugins_that_no_table_knows_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = "[own.FastPlugin, axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin, other.LeanPlugin]"
+    (tmp_path / "own.yaml").write_text(f"base_model: Qwen/Qwen3-0.6B\nsequence_len: 2048\nplugins: {names}\n")
+    notes = read_command(None, ["axolotl train own.yaml"], chip="H100-SXM").notes
+    (found,) = [text for text in map(str, notes) if "Plugin" in text]
+    assert "own.FastPlugin" in found
+    assert "other.LeanPlugin" in found
+    assert "CutCrossEntropy" not in found
+
+
 def test_adapters_of_shared_experts_are_none_of_routed_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT compares the ends of paths: mlp.shared_expert.up_proj is no layer of routed experts."""
     monkeypatch.chdir(tmp_path)

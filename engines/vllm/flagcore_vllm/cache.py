@@ -3,7 +3,8 @@
 All kinds have pages of as many bytes: smaller ones get more tokens, or are padded. All groups have as many layers:
 some are padded, too. Sources: vllm 0.32 `v1/core/kv_cache_utils.py` (get_kv_cache_groups,
 unify_kv_cache_spec_page_size, get_max_concurrency_for_kv_cache_config), `v1/kv_cache_interface.py`
-(max_memory_usage_bytes), `platforms/interface.py` (_align_hybrid_block_size), `layers/mamba/mamba_utils.py`.
+(max_memory_usage_bytes), `platforms/interface.py` (_align_hybrid_block_size), `layers/mamba/mamba_utils.py`; for modes
+of states, `models/config.py` (MambaModelConfig) of 0.20 to 0.31.
 """
 
 import math
@@ -22,6 +23,7 @@ from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_models.mixers.lightning_attention import LightningAttention
 from flagcore_models.mixers.mamba import Mamba
 from flagcore_models.mixers.mamba2 import Mamba2
+from flagcore_serving.job import EngineArg
 
 from flagcore.domain.model import Mixer, Model
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
@@ -30,6 +32,11 @@ GRAIN, LATENT_GRAIN = 16, 128
 """The tokens of which a block is a multiple if the model has states, without and with latent attention."""
 NARROW = (Mamba, Mamba2, GatedDeltaNet, LightningAttention)
 """The mixers whose states have the model's 16 bits, unless config.json sets another type."""
+KEEPS_STATES = (0, 28, 0), (0, 22, 0)
+"""Before the first of these releases, cached prefixes have a state for each block of Mamba's layers (mode `all`); with
+drafts, only since the second one."""
+STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""The bytes of an element of a state by the type that a flag sets."""
 
 
 class Groups(NamedTuple):
@@ -38,8 +45,8 @@ class Groups(NamedTuple):
     - `number`: how many groups there are.
     - `block`: tokens of a block.
     - `window`: the tokens of a window; 0 if blocks hold all tokens. `pieces`: as in `Attention`.
-    - `states`: blocks with states that are counted for a sequence; 0 if blocks hold tokens. `running`: those that it
-      keeps after its prompt: what is cached of them may be evicted.
+    - `states`: blocks with states that are counted for a sequence; 0 if blocks hold tokens, or each has a state.
+      `running`: those that it keeps after its prompt: what is cached of them may be evicted.
     """
 
     number: FloatArray
@@ -76,7 +83,7 @@ class Blocks(NamedTuple):
             begins = each.window > 0 and not each.pieces  # pieces begin with a block
             held = np.minimum(each.window - begins + in_flight, tokens) if each.window else tokens
             blocks = np.ceil(held / each.block) + begins
-            total = total + each.number * np.where(each.states > 0.0, each.states, blocks)
+            total = total + each.number * np.where(each.states > 0.0, each.states, blocks + each.running)
         return total * self.bytes
 
     def of_token(self, tokens: float) -> FloatArray:
@@ -87,9 +94,8 @@ class Blocks(NamedTuple):
     def fixed(self, tokens: float) -> FloatArray:
         """Return the bytes of a sequence of `tokens` tokens that do not grow: its states, and its full windows."""
         held = [
-            each.number * np.where(each.states > 0.0, each.running, each.full)
+            each.number * np.where((each.states > 0.0) | self._grows(each, tokens), each.running, each.full)
             for each in self.groups
-            if not self._grows(each, tokens)
         ]
         return np.asarray(self.bytes * sum(held, start=np.zeros(self.bytes.shape)))
 
@@ -100,15 +106,14 @@ class Blocks(NamedTuple):
         """
         total = np.zeros(self.bytes.shape)
         for each in self.groups:
-            if not self._grows(each, tokens):
-                window = np.ceil(np.minimum(each.window - 1 + in_flight, prompt) / each.block)
-                held = np.maximum(window + 1.0 - each.full, 0.0)
-                total = total + each.number * np.where(each.states > 0.0, each.states > each.running, held)
+            window = np.ceil(np.minimum(each.window - 1 + in_flight, prompt) / each.block)
+            held = np.maximum(window + 1.0 - each.full, 0.0) * ~self._grows(each, tokens)
+            total = total + each.number * np.where(each.states > 0.0, each.states > each.running, held)
         return total * self.bytes
 
     @staticmethod
-    def _grows(each: Groups, tokens: float) -> bool:
-        return not each.states.any() and not 0 < each.window <= tokens
+    def _grows(each: Groups, tokens: float) -> BoolArray:
+        return np.asarray((each.states == 0.0) & (not 0 < each.window <= tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +142,11 @@ class Kind:
 
 
 @lru_cache(maxsize=256)
-def with_states(model: Model) -> Model:
-    """Return a model whose states have the types that vLLM gives them."""
+def with_states(model: Model, element_bytes: int = 0) -> Model:
+    """Return a model whose states have the types that vLLM gives them, or elements of `element_bytes` bytes."""
     layers = [
-        replace(each, mixer=replace(each.mixer, element_bytes=2))
-        if isinstance(each.mixer, NARROW) and not each.mixer.element_bytes
+        replace(each, mixer=replace(each.mixer, element_bytes=element_bytes or 2))
+        if isinstance(each.mixer, NARROW) and (element_bytes or not each.mixer.element_bytes)
         else each
         for each in model.layers
     ]
@@ -171,14 +176,39 @@ def kinds_of(model: Model, *, frees_windows: bool = True, checkpoints: bool = Tr
     return [kind(each.mixer) for each in layers_of(with_states(model))]
 
 
-def aligned_block(model: Model, tensor: FloatArray, element_bytes: FloatArray, block: IntArray) -> IntArray:
-    """Return the tokens of a block of attention of at least `block` tokens that holds a state of linear attention."""
+def state_element_bytes(args: Mapping[str, EngineArg]) -> int:
+    """Return the bytes of an element of a state that flags set, or 0."""
+    types = (STATE_BYTES.get(str(args.get(name))) for name in ("mamba-ssm-cache-dtype", "mamba-cache-dtype"))
+    return next(filter(None, types), 0)
+
+
+def keeps_states(
+    model: Model, release: tuple[int, ...], args: Mapping[str, EngineArg], caches: BoolArray, drafts: BoolArray
+) -> BoolArray:
+    """Return whether each block of Mamba's layers has a state. `caches`, `drafts`: whether prefixes are cached, and
+    tokens are drafted."""
+    mode, mixers = args.get("mamba-cache-mode", "none"), mixer_counts(model)
+    if mode != "none" or not any(isinstance(each, (Mamba, Mamba2)) for each in mixers):
+        return np.asarray(caches & (mode == "all"))
+    until, drafts_since = KEEPS_STATES
+    is_hybrid = any(isinstance(each, Attention) for each in mixers)
+    return np.asarray(caches & is_hybrid & (release < until) & (~drafts | (release >= drafts_since)))
+
+
+def aligned_block(
+    model: Model, tensor: FloatArray, element_bytes: FloatArray, block: IntArray, keeps: BoolArray
+) -> IntArray:
+    """Return the tokens of a block of attention of at least `block` tokens that holds a state of linear attention.
+
+    `keeps`: as in `blocks_of`; such a block has whole chunks of the scan.
+    """
     mixers = mixer_counts(with_states(model))
     state = max((each.state_bytes for each in mixers if each.recurrent), default=0.0)
     attention = next((each for each in mixers if isinstance(each, Attention)), None)
     if not state or attention is None:
         return block
     grain = np.maximum(block, LATENT_GRAIN if isinstance(attention, LatentAttention) else GRAIN)
+    grain = np.where(keeps, np.lcm(grain, Mamba2.chunk), grain)
     token = np.asarray(attention.cached_on(tensor) * element_bytes)
     return np.asarray(np.maximum(block, grain * np.ceil(state / tensor / (grain * token)).astype(np.int64)))
 
@@ -192,6 +222,7 @@ def blocks_of(
     caches: BoolArray,
     drafted: IntArray,
     *,
+    keeps: BoolArray,
     similar: float,
     frees_windows: bool,
     checkpoints: bool,
@@ -200,8 +231,9 @@ def blocks_of(
 
     `tensor`, `stages`: ranks that divide heads, and layers. `block`: tokens of a block of full attention. A sequence
     has a block with its state in each group, one for each of the `drafted` tokens and, where prefixes are cached
-    (`caches`), one of the step before; with `checkpoints`, Mamba-2 has one more (`mamba_mixer2.py`). All layers of each
-    kind are one group if no kind has `similar` times the layers of another one.
+    (`caches`), one of the step before; with `checkpoints`, Mamba-2 has one more (`mamba_mixer2.py`). Where it `keeps`
+    states, it has one for each block of tokens. All layers of each kind are one group if no kind has `similar` times
+    the layers of another one.
     """
     zero, mixers = np.zeros(block.shape), mixer_counts(with_states(model))
     if is_packed(model):
@@ -210,8 +242,8 @@ def blocks_of(
     if not kinds:
         return Blocks(bytes=zero, groups=())
     pages = {each: each.page(tensor, element_bytes, block) for each in kinds}
-    running = {each: np.asarray((1.0 + drafted) * each.is_state) for each in kinds}
-    held = {each: running[each] + caches * (1.0 + each.more) * each.is_state for each in kinds}
+    running = {each: np.asarray((~keeps + 1.0 * drafted) * each.is_state) for each in kinds}
+    held = {each: ~keeps * (running[each] + caches * (1.0 + each.more) * each.is_state) for each in kinds}
     if len({(each.is_state, each.window) for each in kinds}) == 1:  # one kind of cache, perhaps of several sizes
         first, layers = next(iter(kinds)), len(layers_of(model))
         size = sum((number * pages[each] for each, number in kinds.items()), start=zero)
@@ -224,7 +256,9 @@ def blocks_of(
     groups = [
         Groups(
             number=zero + np.ceil(number / layers),
-            block=np.asarray(block * np.where(page % pages[each] == 0.0, page // pages[each], 1.0)),
+            block=np.asarray(
+                block * np.where((page % pages[each] == 0.0) & ~(keeps & each.is_state), page // pages[each], 1.0)
+            ),
             window=each.window,
             states=held[each],
             running=running[each],

@@ -8,10 +8,12 @@ from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, PREFILL_DECOD
 from flagcore_serving.space.knobs import (
     ASYNC,
     CONTEXT,
+    DRAFTED,
     EAGER,
     EXCHANGE,
     KV,
     OVERLAP,
+    PREFIX,
     REDUNDANT,
     SHARING,
     SPECULATION,
@@ -269,4 +271,4 @@ def _forced_block(task: Task) -> tuple[Merge, ...]:
     def is_forced(c: Columns) -> BoolArray:
         return np.less(c[BLOCK], block_tokens(task, {**c, BLOCK: np.zeros_like(c[BLOCK])}))
 
-    return (rules.ignoring("forced_block", (TP, KV, BLOCK), is_forced),)
+    return (rules.ignoring("forced_block", (TP, KV, PREFIX, SPECULATION, DRAFTED, BLOCK), is_forced),)

@@ -36,6 +36,7 @@ from flagcore_serving.space.settings import TIERS, Settings
 from flagcore_serving.space.weights import cache_bytes_per_token, context_limit, min_devices, weight_bytes
 
 from flagcore.domain.engine import Unmodelled
+from flagcore.domain.model import Model
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
@@ -253,11 +254,23 @@ def block_tokens(task: Task, columns: Columns) -> IntArray:
     """Return the tokens of a block of the cache. On CPU cores, blocks are not aligned to states."""
     if Hardware.of(task).on_cores:
         return or_default(columns[BLOCK], MLA_CPU_BLOCK if latent_layers(task.spec.model) else CPU_BLOCK)
-    is_amd = task.cluster.groups[0].chip.architecture.startswith("gfx")
     has_index = any(isinstance(each, LatentAttention) and each.indexer for each in attention_counts(task.spec.model))
-    block = or_default(columns[BLOCK], INDEX_BLOCK if has_index and not is_amd else GPU_BLOCK)
+    has_index &= not task.cluster.groups[0].chip.architecture.startswith("gfx")
+    block = or_default(columns[BLOCK], INDEX_BLOCK if has_index else GPU_BLOCK)
     tensor = columns[TP].clip(1).astype(np.float64)
-    return cache.aligned_block(task.spec.model, tensor, _element_bytes(task, columns), block)
+    return cache.aligned_block(_served(task), tensor, _element_bytes(task, columns), block, _keeps(task, columns))
+
+
+def _served(task: Task) -> Model:
+    """Return the model with states of the type that a flag sets."""
+    return cache.with_states(task.spec.model, cache.state_element_bytes(PROGRAM.parse(task.spec).others))
+
+
+def _keeps(task: Task, columns: Columns) -> BoolArray:
+    """Return whether all blocks of Mamba's layers have states."""
+    spec, drafts = task.spec, (columns[SPECULATION] > 0) & (columns[DRAFTED] > 0)
+    release, args = PROGRAM.release(spec), PROGRAM.parse(spec).others
+    return cache.keeps_states(spec.model, release, args, columns[PREFIX] == 1, drafts)
 
 
 def _element_bytes(task: Task, columns: Columns) -> FloatArray:
@@ -281,7 +294,7 @@ def _blocks(task: Task, columns: Columns, tokens: IntArray, seqs: IntArray, cont
     vLLM starts with the blocks of a request of the whole context, in CHECKS_ALL_STAGES with those of all stages, with
     the null block since NULL_BLOCK_SINCE, and with full graphs with a block of states for each sequence.
     """
-    model, release = task.spec.model, PROGRAM.release(task.spec)
+    model, release = _served(task), PROGRAM.release(task.spec)
     if Hardware.of(task).on_cores:
         return {}
     stages, caches = columns[PP].clip(1), columns[PREFIX] == 1
@@ -297,6 +310,7 @@ def _blocks(task: Task, columns: Columns, tokens: IntArray, seqs: IntArray, cont
             block_tokens(task, columns),
             caches,
             drafted,
+            keeps=_keeps(task, columns),
             similar=1.5 if release >= SIMILAR_SINCE else 1.25,
             frees_windows=release >= FREES_WINDOWS_SINCE and used.isdisjoint(connectors.KEEP_WINDOWS),
             checkpoints=release >= CHECKPOINTS_SINCE,

@@ -346,7 +346,9 @@ class Reading:
         self.keys = dialect.keys_of(trainer)
         self.defaults = dialect.defaults
         self._dropped = set[str]()
-        self._read = {name_of(name) for key in self.keys.values() for name in key.names}
+        self._read = dict[str, list[str]]()
+        for entry in (each for key in self.keys.values() for each in key.names):
+            self._read.setdefault(name_of(entry), []).append(entry.partition("~")[2])
 
     def found(self, target: str) -> dict[str, Any]:
         """Return the values of a target's names that are set, unless their section is not enabled."""
@@ -392,15 +394,23 @@ class Reading:
 
     def unread(self) -> Iterator[Named]:
         """Yield the keys that are set and not in the predictions: all that no table knows, and known ones that are
-        neither read, nor off, nor harmless."""
+        neither read, nor off, nor harmless. Of a list that only patterns read, this holds for each element."""
         for name, value in self.given.items():
-            if name.startswith("ENV.") or (name in self._read and name not in self._dropped):
+            if name.startswith("ENV."):
                 continue
-            is_known = self.dialect.is_known(name)
-            is_harmless = name not in self._dropped and self.dialect.is_harmless(name, value)
-            if not (is_known and (is_harmless or self.is_idle(name))):
-                yield Named(key=name, value=value, why=self.dialect.reason(name, value), is_known=is_known)
+            if name not in self._read or name in self._dropped:
+                yield from self._not_read(name, value)
+            elif isinstance(value, list) and all(self._read[name]):
+                left = (each for each in value if not re.search("|".join(self._read[name]), str(each)))
+                for each in left:
+                    yield from self._not_read(name, each, f"{name}: {each}")
+
+    def _not_read(self, name: str, value: Any, key: str = "") -> Iterator[Named]:
+        is_known = self.dialect.is_known(name)
+        is_harmless = name not in self._dropped and self.dialect.is_harmless(name, value)
+        if not (is_known and (is_harmless or self.is_idle(name))):
+            yield Named(key=key or name, value=value, why=self.dialect.reason(name, value), is_known=is_known)
 
     def is_idle(self, name: str) -> bool:
         """Return whether a key that a table knows does nothing in this job."""
-        return name in self.dialect.modelled - self._read
+        return name in self.dialect.modelled - self._read.keys()

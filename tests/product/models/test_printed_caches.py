@@ -8,10 +8,14 @@ from flagcore.api import estimate_jobs
 
 BLOCK = 49 * 2**20
 """Bytes of a block of Qwen3.6-27B on one device: states of 16 layers."""
+FORMATS = {"FP8": "fp8", "NVFP4": "nvfp4"}
+"""Precisions by the ends of models' names."""
 
 
-def memory_of(chip: str, devices: int, version: str, model: str, **candidate: Any) -> Any:
-    """Return the memory of one instance on all devices."""
+def memory_of(
+    chip: str, devices: int, version: str, model: str, args: dict[str, Any] | None = None, **candidate: Any
+) -> Any:
+    """Return the memory of one instance on all devices. `args`: other flags of the engine."""
     job: Any = {
         "id": model,
         "kind": "serve",
@@ -20,7 +24,8 @@ def memory_of(chip: str, devices: int, version: str, model: str, **candidate: An
         "serve": {"engine": "vllm", "engine_version": version, "input_len": 64, "output_len": 2},
         "candidate": {"tensor_model_parallel_size": devices, **candidate},
     }
-    job["serve"] |= {"num_prompts": 2, "concurrency": 1, "precision": "fp8" if model.endswith("FP8") else "bf16"}
+    job["serve"] |= {"num_prompts": 2, "concurrency": 1, "precision": FORMATS.get(model.rpartition("-")[2], "bf16")}
+    job["serve"] |= {"engine_args": args} if args else {}
     (record,) = estimate_jobs([job])
     return record["memory"]
 
@@ -52,7 +57,31 @@ def test_caches_of_hybrid_models_have_the_printed_size(
 
 def test_a_server_without_blocks_for_the_states_of_its_sequences_does_not_start() -> None:
     """It has 939 blocks for 1,024 sequences: the profile charges graphs with buffers of prompts."""
-    of = {"chip": "RTX-PRO-6000", "devices": 1, "model": "Qwen/Qwen3.8-27B-FP8"}
+    of: dict[str, Any] = {"chip": "RTX-PRO-6000", "devices": 1, "model": "Qwen/Qwen3.8-27B-FP8"}
     assert not memory_of(version="0.27.0", **of)["fits"]
     assert memory_of(version="0.27.0", **of, max_num_seqs=512)["fits"]
     assert memory_of(version="0.25.0", **of)["fits"]
+
+
+@pytest.mark.parametrize(
+    ("version", "args", "token"),
+    [
+        ("0.24.0", {}, 4.18 * 2**30 / 314979),  # noonghunna/club-3090 discussion 706
+        ("0.24.0", {"mamba-cache-mode": "align"}, 2.7e3),
+        ("0.28.0", {}, 2.7e3),  # `models/config.py`: align by default
+    ],
+)
+def test_before_0_28_cached_prefixes_have_a_state_for_each_block(
+    version: str, args: dict[str, Any], token: float
+) -> None:
+    candidate: dict[str, Any] = {
+        "enable_prefix_caching": True,
+        "kv_cache_type": "fp8",
+        "context_len": 200000,
+        "max_num_seqs": 2,
+    }
+    candidate |= {"speculation": "mtp", "speculative_tokens": 3, "gpu_memory_utilization": 0.85}
+    name = "nvidia/NVIDIA-Nemotron-Labs-3-Puzzle-75B-A9B-NVFP4"
+    args = {"mamba-ssm-cache-dtype": "float16", **args}
+    memory = memory_of("RTX-3090", 4, version, name, args, **candidate)
+    assert memory["kv_cache_gib"] * 2**30 / memory["kv_cache_tokens"] == pytest.approx(token, rel=0.12)

@@ -17,6 +17,7 @@ from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore_serving.job import SCHEMES, Load, Rates
 from flagcore_serving.model.work import AdaptedRequests, Serving
 from flagcore_serving.space.settings import Settings
+from flagcore_serving.space.weights import MTP
 
 USUAL = {"mtp": 0.7, "eagle": 0.6, "eagle3": 0.65, "draft_model": 0.6}
 """The acceptance that is assumed if it is unknown. MTP of DeepSeek-V3: a mean length of 2.18 with 2 drafts and 2.44
@@ -40,16 +41,17 @@ class Draft(NamedTuple):
 
 
 def drafts(serving: Serving, settings: Settings) -> Iterator[Draft]:
-    """Yield the drafts of candidates. A head has one layer without experts, in 16 bits. The sizes of another model are
+    """Yield the drafts of candidates. A head has one layer without experts, in 16 bits. Multi-token prediction has the
+    format of the model, unless its checkpoint leaves it in 16 bits. The sizes of another model are
     those of `serving.draft`; it is left out if they are unknown."""
     model, serving = serving.model, serving._replace(adapters=AdaptedRequests())
-    wide = serving._replace(precision=serving.wide_precision, weight_bytes=None)
+    wide = serving._replace(precision=serving.wide_precision, weight_bytes=None, routed=None, projections=None)
     head, own_layer = (
         replace(model, num_layers=1, moe_first_dense_layers=0, layers=(layer,))
         for layer in (Layer(mixer=attention_of(model), network=dense_of(model)), depth_of(model).layer)
     )
     of_scheme = {
-        "mtp": (serving._replace(model=own_layer), 0.0),
+        "mtp": ((wide if MTP in serving.wide else serving)._replace(model=own_layer), 0.0),
         "eagle": (wide._replace(model=head), 0.0),
         "eagle3": (wide._replace(model=replace(head, vocab_size=min(HEAD_VOCABULARY, model.vocab_size))), 0.5),
     }

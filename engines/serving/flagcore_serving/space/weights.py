@@ -138,12 +138,13 @@ def has_unknown_format(weights: str) -> bool:
     return _names_quantization(weights) and format_of_weights(_config(weights)) is None
 
 
-ATTENTION, DENSE, SHARED, EXPERTS = "attention", "dense", "shared experts", "experts"
+ATTENTION, DENSE, SHARED, EXPERTS, MTP = "attention", "dense", "shared experts", "experts", "multi-token prediction"
 _MODULES = {
     ATTENTION: ("model.layers.{middle}.self_attn.o_proj",),
     DENSE: ("model.layers.0.mlp.down_proj",),
     SHARED: ("model.layers.{middle}.mlp.shared_experts.down_proj", "model.layers.{middle}.mlp.shared_expert.down_proj"),
     EXPERTS: ("model.layers.{middle}.mlp.experts.0.down_proj",),
+    MTP: ("mtp.layers.0.mlp.down_proj",),
 }
 """The modules of each part of a model, as checkpoints name them."""
 _IGNORED = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
