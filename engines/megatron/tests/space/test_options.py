@@ -253,7 +253,13 @@ def test_published_run_has_the_narrow_head_and_the_graphs_of_its_recipe() -> Non
         for name, precision in (("DeepSeekV3", "mxfp8"), ("DeepSeekV3", "bf16"), ("Qwen3-30B-A3B", "mxfp8"))
     ]
     assert ["head" in each.mxfp8_modules for each in heads] == [True, False, False]
+    assert [each.attention_kernel for each in heads] == [""] * 3
     many, chip = {**SHARDED, "expert_model_parallel_size": 8}, dataclasses.replace(tasks.CHIP, name="GB300")
+    deepseek = dataclasses.replace(LATENT, name="DeepSeek-V3")
+    assert (
+        published(many, "full-iteration graph", model=deepseek, precision="mxfp8", chip=chip).attention_kernel
+        == "mxfp8"
+    )
     runs = [
         published(many, "HybridEP", model=dataclasses.replace(tasks.EXPERTS, name=name), precision=precision, chip=chip)
         for name, precision in (("Qwen3-30B-A3B", "bf16"), ("Qwen3.5-35B-A3B", "bf16"), ("Qwen3-30B-A3B", "mxfp8"))
