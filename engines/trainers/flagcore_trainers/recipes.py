@@ -91,9 +91,7 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
         named, other = by_own_name(shape, _targets(read.value("targets")))
         train["adapter"]["targets"] = adapter_section("lora", None, named).get("targets", train["adapter"]["targets"])
         if other:
-            text = (
-                f"{', '.join(other)[:80]}: {shape.family} has these layers by other names: PEFT adapts none"
-            )
+            text = f"{', '.join(other)[:80]}: {shape.family} has these layers by other names: PEFT adapts none"
             notes.note("adapter", text, "train.adapter.targets")
     if shape.experts and "adapter" in train and not read.on_megatron and "lists_layers" in read.row:
         _list_layers(shape, train["adapter"], notes)
