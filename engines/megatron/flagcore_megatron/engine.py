@@ -205,7 +205,7 @@ class Megatron(Engine):
         if task.spec.model.experts and options.is_natural(task.spec, options.settings_in_force(task.spec)):
             found.append(Unmodelled(name="moe_expert_imbalance", why=NATURAL, time=(1.0, 1.9)))
         if task.spec.model.vision is not None:
-            why = "" if prediction.training(task).tower else TEXT_ONLY
+            why = "" if options.tower(task.spec.model, options.settings_in_force(task.spec)) else TEXT_ONLY
             found.append(Unmodelled(name="model.vision_config", why=why, time=(1.0, 1.3) if why else (1.0, 1.0)))
         return found
 

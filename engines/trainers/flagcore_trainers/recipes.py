@@ -19,6 +19,7 @@ from flagcore_training.adapters import (
     TARGETS,
     absent_targets,
     adapter_section,
+    by_own_name,
     layer_names,
     linear_layers,
 )
@@ -85,6 +86,13 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
     shape = model_from(section, base=directory)
     own, baseline = _part(read, shape, devices, replicas, notes)
     is_split = read.is_on("fsdp") or baseline.get("zero_stage") == 3
+    is_peft = "adapter" in train and not read.on_megatron and "peft.dim" not in read.keys["rank"].names
+    if is_peft and "targets" in train["adapter"]:
+        named, other = by_own_name(shape, _targets(read.value("targets")))
+        train["adapter"]["targets"] = adapter_section("lora", None, named).get("targets", train["adapter"]["targets"])
+        if other:
+            text = f"{', '.join(other)[:80]}: {shape.family} has these layers by other names: PEFT adapts none"
+            notes.note("adapter", text, "train.adapter.targets")
     if shape.experts and "adapter" in train and not read.on_megatron and "lists_layers" in read.row:
         _list_layers(shape, train["adapter"], notes)
     is_left = shape.experts and "base" in train.get("adapter", {}) and not read.is_on("experts")
@@ -109,7 +117,6 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
     targets = train.get("adapter", {}).get("targets")
     if absent := absent_targets(shape, targets and Adapter(targets=tuple(targets))):
         notes.note("adapter", f"{', '.join(absent)}: the model has no such layers", "train.adapter")
-    is_peft = "adapter" in train and not read.on_megatron and "peft.dim" not in read.keys["rank"].names
     if is_peft and Peft.of(shape).refuses(targets):
         text = f"PEFT 0.21 ends with an error, as it puts none beside out_proj of {shape.family}: name the other layers"
         notes.note("adapter", text, "train.adapter")

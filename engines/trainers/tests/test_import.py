@@ -245,6 +245,28 @@ def test_all_linear_layers_of_a_framework_are_those_with_a_name(
 
 
 @pytest.mark.parametrize(
+    ("model", "given", "targets"),
+    [
+        ("deepseek-ai/DeepSeek-V3", "q_proj,k_proj,v_proj,o_proj", ["o_proj"]),
+        ("deepseek-ai/DeepSeek-V3", "q_a_proj,kv_b_proj", ["q_proj", "v_proj"]),
+        ("deepseek-ai/DeepSeek-V2-Lite", "q_proj,v_proj", ["q_proj"]),
+        ("mistralai/Mixtral-8x7B-v0.1", "q_proj,gate_proj,up_proj,down_proj", ["q_proj"]),
+        ("mistralai/Mixtral-8x7B-v0.1", "q_proj,w1,w2,w3", ["q_proj", "gate_proj", "down_proj", "up_proj"]),
+    ],
+)
+def test_layers_that_a_model_has_by_other_names_have_no_adapters(
+    model: str, given: str, targets: list[str], folder: Path
+) -> None:
+    text = f"stage: sft\nfinetuning_type: lora\nmodel_name_or_path: {model}\nlora_target: {given}\n"
+    (folder / "lora.yaml").write_text(text)
+    (folder / "job.sh").write_text("CUDA_VISIBLE_DEVICES=0 llamafactory-cli train lora.yaml\n")
+    found = read_command(None, ["job.sh"], chip="H100-SXM")
+    assert found.data["train"]["adapter"]["targets"] == targets
+    named = [note for note in found.notes if "by other names" in note.text]
+    assert bool(named) == (len(targets) < given.count(",") + 1)
+
+
+@pytest.mark.parametrize(
     ("further", "base"),
     [("", "fp32"), ("--dtype bfloat16", None), ("--load_in_4bit", "nf4"), ("--deepspeed zero3.json", None)],
 )

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import get_args
 
 import numpy as np
-from flagcore_models.layers import layers_of
+from flagcore_models.layers import attention_counts, layers_of
+from flagcore_models.mixers.latent_attention import LatentAttention
 
 from flagcore.domain.model import Layer, Model, Product
 from flagcore.domain.space import FloatArray
@@ -20,7 +21,7 @@ from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore_training.layout import LayerSizes, Training
 from flagcore_training.lengths import ASSUMED, noted_lengths
-from flagcore_training.peft import Peft
+from flagcore_training.peft import TABLE, Peft
 
 BASE_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / 64 / 256, "int8": 1.0, "fp32": 4.0}
 """Bytes per frozen weight in another format than the job's, with its scales: 4 bits, an 8-bit scale per 64 weights, and
@@ -105,6 +106,19 @@ def adapter_section(kind: str, rank: object, names: object = None, base: str | N
     kind = "qlora" if base and kind != "dora" else kind if kind in ("dora", "qlora") else "lora"
     rank = {"rank": rank} if rank is not None else {}
     return {"kind": kind, **rank, **({"targets": targets} if targets else {}), **({"base": base} if base else {})}
+
+
+def by_own_name(model: Model, names: object) -> tuple[list[str], list[str]]:
+    """Return those of `names`, as in `layer_names`, that layers of a model in transformers may have, and the others.
+
+    The others name layers that the model has by another name, beside which PEFT puts no adapter.
+    """
+    other = {*TABLE["unnamed"].get(model.family, ())}
+    for each in attention_counts(model):
+        if isinstance(each, LatentAttention):
+            other |= {"k_proj", "v_proj", *(["q_proj"] if each.query_rank else [])}
+    last = {name: name.rsplit(".", 1)[-1].strip("*") for name in layer_names(names)}
+    return [name for name in last if last[name] not in other], [name for name in last if last[name] in other]
 
 
 def has_adapter(adapter: Adapter | None, *names: str) -> bool:

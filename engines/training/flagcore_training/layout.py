@@ -57,32 +57,33 @@ class Options:
     `splits` are the splits to which `Layout.split` refers. With `early_mtp`, derived splits may place multi-token
     prediction on the stage before the last.
 
-    `offload_stages` is empty if all stages offload. `offload_layers` offload all that they store. Fields in bytes are
-    per element. With an `adapter`, the model's weights have no gradients and no optimizer state; `joint_adapters` are
-    those of projections that Megatron joins, of which tensor-parallel ranks gather the outputs, and `peft` is what PEFT
-    does with a model, for adapters of PEFT. `graphs` are the parts that a CUDA graph launches: `GRAPH_PARTS` of layers,
-    or `WHOLE_STEP`. The flex and hybridep `dispatcher` send a token to a rank once, for all of its experts there, and
-    over the network to `linked_devices` once. `dispatch_share` is the share of the bytes of 16-bit tokens that the
-    experts' dispatch sends in forward, `combine_gradient_share` that of the gradients of their outputs in backward.
-    With `neighbours`, the experts of a token follow one another. With `fused_experts`, those in 8 or 4 bits are fused
-    kernels, with `router_fusion` the scores and the loss of a router. Without `router_loss`, it has none.
-    `padded_experts` have a fixed number of tokens, for which the host does not wait. `routing_spread` is the standard
-    deviation of the loads of experts, relative to their mean, where a router balances them. With `assumed_fp8_gather`,
-    only candidates with the distributed optimizer have fp8 weights. With `fsdp`, ranks share weights, gradients and
-    optimizer states, but for those in `whole`. With `shard_gradients` (ZeRO-2), its ranks also share the gradients,
-    which are scattered for each micro-batch. Without `gradient_fusion`, weight gradients are added to their buffers by
-    kernels of their own. With `sparse_kernels`, sparse attention computes only the chosen scores. With `indexer_loss`,
-    its indexer is trained. With `fused_adam`, Adam is a kernel that works in place. `second_moments` are the parameters
-    with a second moment: "all", "others" (than the matrices of linear layers) or "none". With `whole_matrices`, a
-    distributed optimizer shards no matrix of a linear layer: each is on one rank. With `stores_core_copy`, context
-    parallelism keeps the attention core's output before its collective, too. In a job of fewer than 16 bits,
-    `wide_layers` is the number of layers in 16 bits, and with `wide_mtp`, multi-token prediction is in 16 bits. The
-    products of `wide_modules` are in 16 bits in all layers, those of `mxfp8_modules` in MXFP8; `Training.precision_of`
-    lists the names (and "head"). With `frees_mtp_logits`, the logits of multi-token prediction are freed before those
-    of the model are computed. With `in_place_loss`, the loss works in place on 16-bit logits. With `tiled_loss`,
-    backward computes the head again, on tiles of its logits. Plain layers without stages run head and loss on
-    `loss_parts` parts of the tokens, one after another. With `rope_fusion`, transformer-engine's layers rotate queries
-    and keys by one kernel. With `one_by_one`, other operations on the sequences of a pack run on each of them.
+    `offload_stages` is empty if all stages offload. `offload_layers` offload all that they store. The host collects
+    garbage every `gc_interval` steps (0: never). Fields in bytes are per element. With an `adapter`, the model's
+    weights have no gradients and no optimizer state; `joint_adapters` are those of projections that Megatron joins, of
+    which tensor-parallel ranks gather the outputs, and `peft` is what PEFT does with a model, for adapters of PEFT.
+    `graphs` are the parts that a CUDA graph launches: `GRAPH_PARTS` of layers, or `WHOLE_STEP`. The flex and hybridep
+    `dispatcher` send a token to a rank once, for all of its experts there, and over the network to `linked_devices`
+    once. `dispatch_share` is the share of the bytes of 16-bit tokens that the experts' dispatch sends in forward,
+    `combine_gradient_share` that of the gradients of their outputs in backward. With `neighbours`, the experts of a
+    token follow one another. With `fused_experts`, those in 8 or 4 bits are fused kernels, with `router_fusion` the
+    scores and the loss of a router. Without `router_loss`, it has none. `padded_experts` have a fixed number of tokens,
+    for which the host does not wait. `routing_spread` is the standard deviation of the loads of experts, relative to
+    their mean, where a router balances them. With `assumed_fp8_gather`, only candidates with the distributed optimizer
+    have fp8 weights. With `fsdp`, ranks share weights, gradients and optimizer states, but for those in `whole`. With
+    `shard_gradients` (ZeRO-2), its ranks also share the gradients, which are scattered for each micro-batch. Without
+    `gradient_fusion`, weight gradients are added to their buffers by kernels of their own. With `sparse_kernels`,
+    sparse attention computes only the chosen scores. With `indexer_loss`, its indexer is trained. With `fused_adam`,
+    Adam is a kernel that works in place. `second_moments` are the parameters with a second moment: "all", "others"
+    (than the matrices of linear layers) or "none". With `whole_matrices`, a distributed optimizer shards no matrix of a
+    linear layer: each is on one rank. With `stores_core_copy`, context parallelism keeps the attention core's output
+    before its collective, too. In a job of fewer than 16 bits, `wide_layers` is the number of layers in 16 bits, and
+    with `wide_mtp`, multi-token prediction is in 16 bits. The products of `wide_modules` are in 16 bits in all layers,
+    those of `mxfp8_modules` in MXFP8; `Training.precision_of` lists the names (and "head"). With `frees_mtp_logits`,
+    the logits of multi-token prediction are freed before those of the model are computed. With `in_place_loss`, the
+    loss works in place on 16-bit logits. With `tiled_loss`, backward computes the head again, on tiles of its logits.
+    Plain layers without stages run head and loss on `loss_parts` parts of the tokens, one after another. With
+    `rope_fusion`, transformer-engine's layers rotate queries and keys by one kernel. With `one_by_one`, other
+    operations on the sequences of a pack run on each of them.
     """
 
     schedule: str | None = None
@@ -105,6 +106,7 @@ class Options:
     offload_modules: frozenset[str] = frozenset()
     offload_stages: tuple[int, ...] = ()
     offload_layers: int = 0
+    gc_interval: int = 0
     fsdp: bool = False
     whole: frozenset[str] = frozenset()
     shard_gradients: bool = False

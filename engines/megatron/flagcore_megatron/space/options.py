@@ -131,6 +131,7 @@ def options(task: Task) -> Options:
         optimizer_offload_fraction=float(share or 0.0) if settings.get("optimizer_cpu_offload") else 0.0,
         offload_modules=words(settings.get("offload_modules")) if settings.get(offloads) else frozenset(),
         offload_stages=numbers(settings.get("offload_stages")),
+        gc_interval=int((settings.get("manual_gc") and settings.get("manual_gc_interval")) or 0),
         offload_layers=int(settings.get("cpu_offloading_num_layers") or 0),
         adapter=train.adapter,
         joint_adapters=True,

@@ -262,7 +262,7 @@ def _defaults(
     described = f"{model.name} {dispatcher} {settings.get('moe_flex_dispatcher_backend')}"
     run = f"{described} {task.spec.train.precision} PP{stages} EP{experts} {task.cluster.groups[0].chip.name}"
     is_other = is_repeated or any(key.startswith(("cuda_graph", "optimizer", "use_megatron")) for key in settings)
-    recipes = {} if is_other or not sharded else _tables()["recipes"]
+    recipes = _tables()["whole_step"] if is_whole else {} if is_other or not sharded else _tables()["recipes"]
     recipe: dict[str, SettingValue] = next((found for text, found in recipes.items() if re.search(text, run)), {})
     is_latent, depths = latent_layers(model) > 0, model.mtp_num_layers
     can_overlap = min(stages, int(values.get(VIRTUAL_STAGES) or 1)) > 1 and depths < 2 and not is_hybrid(model)
@@ -271,7 +271,6 @@ def _defaults(
         **({EXPERT_TENSOR: 1} if whole and EXPERT_TENSOR not in values else {}),
         **narrow_hybrids(task),
         **({"dsa_indexer_loss_coeff": 0.001} if indexer_of(model) else {}),  # `glm5_bridge.py`
-        **({"fp8_output_proj": True} if is_whole and _NARROW_HEADS.search(described) else {}),
         "apply_rope_fusion": is_latent == bool(_YARN[is_latent].search(described)),
         **overlaps(task, kind, settings, sharded=sharded, sequence_parallel=split),
         "moe_token_dispatcher_type": dispatcher,
@@ -288,10 +287,6 @@ def _defaults(
 _YARN = {True: re.compile(r"(?i)deepseek|kimi"), False: re.compile(r"(?i)gpt[-_ ]?oss")}
 """Models with YaRN, by whether they have latent attention. Latent attention has a fused rotary embedding only with YaRN
 (megatron-core 0.16 `transformer_config.py`), other attention only without (Megatron-Bridge `utils/fusions.py`)."""
-
-_NARROW_HEADS = re.compile(r"deepseek[-_ ]?v3|gpt[-_ ]?oss", re.IGNORECASE)
-"""Models whose recipes with a graph of the whole step have the output head in MXFP8 (Megatron-Bridge @067f987d
-`perf_recipes`: fp8_output_proj)."""
 
 _PLAIN_ROUTERS = re.compile(r"(?i)nemotron(?!.*ultra)|moonlight.*alltoall|olmoe|glm-?4|qwen3-next")
 """Models whose recipes leave the router unfused, as Megatron does by default; some only with one dispatcher. Of

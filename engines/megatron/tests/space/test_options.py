@@ -253,7 +253,13 @@ def test_published_run_has_the_narrow_head_and_the_graphs_of_its_recipe() -> Non
         for name, precision in (("DeepSeekV3", "mxfp8"), ("DeepSeekV3", "bf16"), ("Qwen3-30B-A3B", "mxfp8"))
     ]
     assert ["head" in each.mxfp8_modules for each in heads] == [True, False, False]
+    assert [each.attention_kernel for each in heads] == [""] * 3
     many, chip = {**SHARDED, "expert_model_parallel_size": 8}, dataclasses.replace(tasks.CHIP, name="GB300")
+    deepseek = dataclasses.replace(LATENT, name="DeepSeek-V3")
+    assert (
+        published(many, "full-iteration graph", model=deepseek, precision="mxfp8", chip=chip).attention_kernel
+        == "mxfp8"
+    )
     runs = [
         published(many, "HybridEP", model=dataclasses.replace(tasks.EXPERTS, name=name), precision=precision, chip=chip)
         for name, precision in (("Qwen3-30B-A3B", "bf16"), ("Qwen3.5-35B-A3B", "bf16"), ("Qwen3-30B-A3B", "mxfp8"))
@@ -262,6 +268,10 @@ def test_published_run_has_the_narrow_head_and_the_graphs_of_its_recipe() -> Non
     flash = dataclasses.replace(mixed(tasks.EXPERTS, COMPRESSED, 4), name="DeepSeek-V4-Flash")
     found = published({**many, "expert_model_parallel_size": 64}, model=flash, precision="mxfp8", chip=chip)
     assert (found.graphs, found.recompute_modules) == (WHOLE_STEP, frozenset({"mla_up_proj"}))
+    on_hopper = dataclasses.replace(tasks.CHIP, name="H100-SXM")
+    for name, interval in (("Moonlight-16B-A3B", 5), ("DeepSeek-V2-Lite", 0)):
+        model = dataclasses.replace(LATENT, name=name)
+        assert published(many, "alltoall", model=model, chip=on_hopper).gc_interval == interval
 
 
 def test_published_run_overlaps_tensor_parallelism_only_in_a_fully_tuned_run() -> None:
@@ -472,6 +482,9 @@ def test_images_bring_the_vision_tower() -> None:
     for each, named in ((task, False), (tasks.task(SEEING), True)):
         (found,) = (note for note in ENGINE.unmodelled(each) if note.name == "model.vision_config")
         assert bool(found.why) == named
+    seeing = dataclasses.replace(tasks.EXPERTS, vision=tasks.VISION)
+    recorded = tasks.task(seeing, settings={"recompute_modules": "moe_act"})
+    assert ENGINE.unmodelled(recorded)  # before `published` completes its settings, without grouped products
 
 
 @pytest.mark.parametrize(

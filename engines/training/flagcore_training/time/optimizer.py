@@ -34,6 +34,10 @@ STEP_LAUNCHES, EXPERT_STEP_LAUNCHES = 95.0, 380.0
 """Kernels of any optimizer step, and additional kernels of the experts' optimizer. Fitted like `PARAMETER_BYTES`."""
 
 
+GARBAGE_SECONDS = 0.3
+"""One collection of garbage, while devices wait: of the 430,000 objects of a process with torch 2.13, its compiler and
+transformers 5.24, timed on a CPU (gc.collect). Megatron's own modules are not in it."""
+
 HOST_ADAM_BYTES, HOST_BYTES_PER_SECOND = 28.0, 25e9
 """Adam on the host: memory traffic in bytes per parameter, and the memory bandwidth of one rank in bytes per second.
 
@@ -83,7 +87,8 @@ def optimizer_time(
     """Return the seconds of the optimizer step of a stage. `params` are the stage's numbers of trained dense and expert
     parameters.
 
-    Norms, Adam and copies cost memory traffic, and each tensor costs kernel launches.
+    Norms, Adam and copies cost memory traffic, and each tensor costs kernel launches. The collection of garbage after
+    steps is included.
     """
     shards, expert_shards = layout.shards(), layout.expert_shards()
     attention, experts = attention_of(train.model), experts_of(train.model)
@@ -107,7 +112,8 @@ def optimizer_time(
     launches = np.where(is_sharded, SHARDED_LAUNCHES, STATE_LAUNCHES) * own_tensors
     launches = launches + STEP_LAUNCHES + EXPERT_STEP_LAUNCHES * (experts is not None)
     host = costs.kernels.launch_seconds() * (train.options.graphs != WHOLE_STEP)
-    return costs.kernels.memory_seconds(traffic) + transfer_s + launches * host
+    garbage_s = GARBAGE_SECONDS / train.options.gc_interval if train.options.gc_interval else 0.0
+    return costs.kernels.memory_seconds(traffic) + transfer_s + launches * host + garbage_s
 
 
 def gradient_time(
