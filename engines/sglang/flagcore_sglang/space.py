@@ -28,6 +28,7 @@ from flagcore_serving.space.weights import cache_bytes_per_token, context_limit,
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
+from flagcore_sglang import pools
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedule_policy"
@@ -41,9 +42,6 @@ DRAFTING_RUNNING = 48
 COMPRESSED_RUNNING, COMPRESSED_BYTES = 256, 584 / 512
 """The default of models with compressed attention (DeepSeek-V4), and the bytes of an element of a key: 8 bits but for
 64 of 512, with scales (0.5.23 `arg_groups/deepseek_v4_hook.py`, `overrides.py`)."""
-STATE_RATIO, STATE_SLOTS = 0.9, 5.0
-"""SGLang's memory for states relative to that for tokens, and states per running request with a radix cache: three, and
-two for states that it tracks (0.5.23 `kv_cache_configurator.py`)."""
 DRAFTED_TOKENS, NGRAM_TOKENS = 3, 12
 """SGLang's default numbers of drafted tokens: of models (5 for Llama, which is ignored here), and of n-grams (0.5.23
 `speculative_hook.py`)."""
@@ -295,16 +293,18 @@ def own_page(task: Task) -> int:
 def page_sizes(task: Task, columns: Columns) -> IntArray:
     """Return the tokens of a page: `own_page`, or 64 in place of sizes that `trtllm_mha` does not have.
 
-    On the compute capability 10, it is the default backend without latent attention and drafts (0.5.12
-    `server_args.py`, 0.5.23 `arg_groups/model_override_base.py` and `overrides.py`).
+    On the compute capability 10 without latent attention, it is the default backend without drafts, and `fa4` has 128.
+    Moore Threads' default is 64, that of others 1 (0.5.12 `server_args.py`, 0.5.23 `arg_groups/overrides.py`).
     """
     if own := own_page(task):
         return np.full_like(columns[PAGE], own)
-    page, given = or_default(columns[PAGE], 1), columns[BACKEND]
-    is_new = task.cluster.groups[0].chip.architecture.startswith("sm_10") and not latent_layers(task.spec.model)
+    chip, given = task.cluster.groups[0].chip, columns[BACKEND]
+    page = or_default(columns[PAGE], 64 if chip.vendor == "mthreads" else 1)
+    is_new = chip.architecture.startswith("sm_10") and not latent_layers(task.spec.model)
     is_default = (given == 0) & (columns[SPECULATION] == 0) & is_new
     sizes = PROGRAM.block_sizes[TRTLLM]
     is_trtllm = is_default | (given == PROGRAM.code(BACKEND, TRTLLM))
+    page = np.where(is_new & (given == PROGRAM.code(BACKEND, "fa4")), 128, page)
     return np.where(is_trtllm & ~np.isin(page, sizes), 64, page)
 
 
@@ -396,8 +396,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     if task.spec.envs.get("SGLANG_AITER_HONOR_EXPLICIT_MEM_FRACTION") in ("1", "true"):
         is_long &= values[MEMORY] == 0
     share = np.where(is_long, 0.85 * share, share)
-    given = other_args.get("mamba-full-memory-ratio")
-    ratio = float(given) if isinstance(given, (int, float)) and given > 0 else STATE_RATIO
+    family = task.spec.model.family
     drafting = np.where(values[SPECULATION] > 0, np.maximum(DRAFTING_RUNNING // values[DP], 1), MIN_RUNNING)
     running = np.maximum(COMPRESSED_RUNNING // values[DP], 1) if _is_compressed(task) else drafting
     return Settings.of(
@@ -416,8 +415,9 @@ def settings(task: Task, columns: Columns) -> Settings:
         memory_fraction=np.full(ranks.shape, np.nan) if hardware.on_cores else share,
         cache_bytes=_cache_bytes(task, other_args, values, devices, element),
         cache_element_bytes=element,
-        state_share=np.full(ranks.shape, ratio / (1.0 + ratio)),
-        state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, STATE_SLOTS),
+        state_share=np.full(ranks.shape, pools.state_share(family, other_args)),
+        state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, pools.STATE_SLOTS),
+        window_share=np.full(ranks.shape, pools.window_share(family, other_args)),
         drafted=_drafted(other_args, values),
         ahead=_batches_ahead(task, other_args, values),
         **_tiers(other_args, values),
