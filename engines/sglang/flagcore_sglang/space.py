@@ -285,21 +285,24 @@ def _is_aiter(task: Task, columns: Columns) -> BoolArray:
 
 
 def own_page(task: Task) -> int:
-    """Return the tokens of a page if a model allows no other: 256 with compressed attention, 64 with sparse latent
-    attention (0.5.12 `arg_groups/deepseek_v4_hook.py`, 0.5.23 `arg_groups/model_overrides`). Otherwise 0."""
-    return 256 if _is_compressed(task) else 64 * _is_sparse(task)
+    """Return the tokens of a page if a model allows no other: 256 with compressed attention (Ascend: 128), 64 with
+    sparse latent attention (0.5.12 `deepseek_v4_hook.py`, 0.5.23 `arg_groups/model_overrides`). Otherwise 0."""
+    compressed = 128 if task.cluster.groups[0].chip.vendor == "ascend" else 256
+    return compressed if _is_compressed(task) else 64 * _is_sparse(task)
 
 
 def page_sizes(task: Task, columns: Columns) -> IntArray:
     """Return the tokens of a page: `own_page`, or 64 in place of sizes that `trtllm_mha` does not have.
 
     On the compute capability 10 without latent attention, it is the default backend without drafts, and `fa4` has 128.
-    Moore Threads' default is 64, that of others 1 (0.5.12 `server_args.py`, 0.5.23 `arg_groups/overrides.py`).
+    Moore Threads' default is 64, that of MiniMax-M3 on H100 and B200 128, others 1 (0.5.12 `server_args.py`, 0.5.23
+    `arg_groups/overrides.py`, `model_overrides`).
     """
     if own := own_page(task):
         return np.full_like(columns[PAGE], own)
     chip, given = task.cluster.groups[0].chip, columns[BACKEND]
-    page = or_default(columns[PAGE], 64 if chip.vendor == "mthreads" else 1)
+    has_large = task.spec.model.family.startswith("minimax_m3") and chip.architecture.startswith(("sm_9", "sm_10"))
+    page = or_default(columns[PAGE], 128 if has_large else 64 if chip.vendor == "mthreads" else 1)
     is_new = chip.architecture.startswith("sm_10") and not latent_layers(task.spec.model)
     is_default = (given == 0) & (columns[SPECULATION] == 0) & is_new
     sizes = PROGRAM.block_sizes[TRTLLM]
@@ -355,8 +358,8 @@ def element_bytes(task: Task, columns: Columns) -> FloatArray:
     """Return the bytes per element of the KV cache.
 
     By default, sparse latent attention has a cache in fp8 on chips with a compute capability of 10 or more (0.5.6 and
-    0.5.14 `server_args.py`, 0.5.23 `arg_groups/overrides.py`), and checkpoints of ModelOpt have what they state (0.5.23
-    `mem_cache/kv_cache_dtype.py`).
+    0.5.14 `server_args.py`, 0.5.23 `arg_groups/overrides.py`), Muse Spark on all (0.5.23), and checkpoints of ModelOpt
+    have what they state (0.5.23 `mem_cache/kv_cache_dtype.py`).
     """
     element = PROGRAM.element_bytes(columns)
     default = (columns[KV] == 0) | (columns[KV] == PROGRAM.code(KV, "auto"))
@@ -364,7 +367,8 @@ def element_bytes(task: Task, columns: Columns) -> FloatArray:
         return np.where(default | (element == 1.0), COMPRESSED_BYTES, element)
     capability = re.fullmatch(r"sm_(\d+)\d[a-z]?", task.cluster.groups[0].chip.architecture)
     is_new = capability is not None and int(capability[1]) >= 10
-    is_narrow = (is_new and _is_sparse(task)) or has_fp8_cache(task.spec.model, ("modelopt",))
+    is_narrow = (is_new and _is_sparse(task)) or task.spec.model.family.startswith("muse_spark")
+    is_narrow = is_narrow or has_fp8_cache(task.spec.model, ("modelopt",))
     return np.where(default, 1.0, element) if is_narrow else element
 
 

@@ -235,9 +235,21 @@ def test_a_page_has_a_size_that_the_attention_backend_supports(
     assert values or merged(ENGINE, task, page_size=page) == merged(ENGINE, task)
 
 
-def test_a_page_on_moore_threads_has_64_tokens_by_default() -> None:
-    task = cards(chip={"vendor": "mthreads"})
-    assert (settings(task).block_size.item(), settings(task, page_size=1).block_size.item()) == (64, 1)
+@pytest.mark.parametrize(
+    ("chip", "family", "page"),
+    [({"vendor": "mthreads"}, "", 64), ({}, "minimax_m3", 128), ({"architecture": "gfx950"}, "minimax_m3", 1)],
+)
+def test_a_page_has_another_default_on_some_chips_and_for_some_models(
+    chip: dict[str, str], family: str, page: int
+) -> None:
+    task = cards(chip={"architecture": "sm_90", **chip}, model=replace(DENSE, family=family))
+    assert (settings(task).block_size.item(), settings(task, page_size=1).block_size.item()) == (page, 1)
+
+
+def test_muse_spark_caches_fp8_by_default() -> None:
+    task = cards(model=replace(DENSE, family="muse_spark_text"))
+    found = [settings(task, **given).cache_element_bytes.item() for given in ({}, {"kv_cache_type": "bfloat16"})]
+    assert found == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("page", [None, 1, 32])
