@@ -264,6 +264,7 @@ class Model:
     `attention_output_gate`: whether a gate scales the output of attention. It is computed by a projection as large as
     the query projection.
     `layer_embedding_size`: the width of the embeddings that each layer has of its own (Gemma 3n). 0: none.
+    `logit_cap_bytes`: the bytes of each logit that a soft cap keeps for the backward pass in 16 bits. 0: no cap.
     `residual_streams`: the number of residual streams, which hyper-connections before and after each mixer and
     feed-forward network mix, with `residual_weights` weights (arXiv 2512.24880).
     `mtp_use_repeated_layer`: whether all depths of multi-token prediction share the weights of one.
@@ -307,6 +308,7 @@ class Model:
     layers: tuple[Layer, ...] = field(default=(), repr=False)
     attention_output_gate: bool = False
     layer_embedding_size: int = 0
+    logit_cap_bytes: int = 0
     residual_streams: int = 1
     residual_weights: int = 0
     family: str = field(default="", compare=False, repr=False)
@@ -326,6 +328,7 @@ class Model:
             or self.attention_output_gate
             or self.moe_latent_size
             or self.layer_embedding_size
+            or self.logit_cap_bytes
             or self.residual_streams > 1
             or (self.v_head_dim and not self.multi_latent_attention)
         )

@@ -110,6 +110,8 @@ class Config(BaseModel):
     attention_k_eq_v: bool = False
     use_double_wide_mlp: bool = False
     hidden_size_per_layer_input: NoSize = 0
+    final_logit_softcapping: float | None = None
+    caps_in_fp32: bool = False
     hc_mult: Size = 1
     hc_lowrank: NoSize = 0
     hc_mixes: bool = False
@@ -149,6 +151,7 @@ class Config(BaseModel):
             num_layers=len(networks),
             ffn_hidden_size=width,
             layer_embedding_size=self.hidden_size_per_layer_input,
+            logit_cap_bytes=(4 if self.caps_in_fp32 else 2) if self.final_logit_softcapping else 0,
             residual_streams=self.hc_mult,
             residual_weights=self._residual_weights(),
             num_query_groups=self.num_key_value_heads or self.num_attention_heads,

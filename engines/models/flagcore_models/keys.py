@@ -64,7 +64,7 @@ ELEMENTS = {"float32": 4, "float16": 2, "bfloat16": 2}
 COMMON = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
     *("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "layer_types", "per_layer_config"),
-    "quantization_config",
+    *("quantization_config", "final_logit_softcapping"),
 )
 """The keys that all model families have. The first five are required."""
 

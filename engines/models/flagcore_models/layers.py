@@ -189,7 +189,8 @@ def embedding_of(model: Model) -> Embedding:
 def head_of(model: Model) -> Head:
     """Return the output head of a model, with the final norm and the loss."""
     shared = not model.untie_embeddings_and_output_weights
-    return Head(logits=model.vocab_size, width=model.hidden_size, tied=shared)
+    sizes = {"logits": model.vocab_size, "width": model.hidden_size, "cap_bytes": model.logit_cap_bytes}
+    return Head(**sizes, tied=shared)
 
 
 def own_embeddings(model: Model) -> LayerEmbeddings | None:

@@ -300,6 +300,21 @@ def test_attention_with_other_sizes_is_a_kind_of_its_own(at: At, data: dict[str,
 
 
 @pytest.mark.parametrize(
+    ("data", "kept"),
+    [
+        (config("gemma2", 2, 256, 512, 8, 99), 2),
+        (config("gemma2", 2, 256, 512, 8, 99, final_logit_softcapping=None), 0),
+        (config("gemma4_text", 6, 256, 512, 8, 99), 0),
+        (config("gemma4_text", 6, 256, 512, 8, 99, final_logit_softcapping=30.0), 2),
+        (config("beam", 2, 256, 512, 8, 99), 4),
+    ],
+)
+def test_a_soft_cap_of_logits_is_read_with_the_default_of_its_family(at: At, data: dict[str, Any], kept: int) -> None:
+    model = read_model("Some-Model", at(data))
+    assert (model.logit_cap_bytes, dict(model.unread).get("final_logit_softcapping")) == (kept, None)
+
+
+@pytest.mark.parametrize(
     ("data", "outputs"),
     [
         (config("deepseek_v4", 2, 256, 512, 8, 99), 24),

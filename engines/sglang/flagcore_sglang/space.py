@@ -28,6 +28,7 @@ from flagcore_serving.space.weights import cache_bytes_per_token, context_limit,
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import SpecError
+from flagcore_sglang import pools
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedule_policy"
@@ -41,9 +42,6 @@ DRAFTING_RUNNING = 48
 COMPRESSED_RUNNING, COMPRESSED_BYTES = 256, 584 / 512
 """The default of models with compressed attention (DeepSeek-V4), and the bytes of an element of a key: 8 bits but for
 64 of 512, with scales (0.5.23 `arg_groups/deepseek_v4_hook.py`, `overrides.py`)."""
-STATE_RATIO, STATE_SLOTS = 0.9, 5.0
-"""SGLang's memory for states relative to that for tokens, and states per running request with a radix cache: three, and
-two for states that it tracks (0.5.23 `kv_cache_configurator.py`)."""
 DRAFTED_TOKENS, NGRAM_TOKENS = 3, 12
 """SGLang's default numbers of drafted tokens: of models (5 for Llama, which is ignored here), and of n-grams (0.5.23
 `speculative_hook.py`)."""
@@ -287,24 +285,29 @@ def _is_aiter(task: Task, columns: Columns) -> BoolArray:
 
 
 def own_page(task: Task) -> int:
-    """Return the tokens of a page if a model allows no other: 256 with compressed attention, 64 with sparse latent
-    attention (0.5.12 `arg_groups/deepseek_v4_hook.py`, 0.5.23 `arg_groups/model_overrides`). Otherwise 0."""
-    return 256 if _is_compressed(task) else 64 * _is_sparse(task)
+    """Return the tokens of a page if a model allows no other: 256 with compressed attention (Ascend: 128), 64 with
+    sparse latent attention (0.5.12 `deepseek_v4_hook.py`, 0.5.23 `arg_groups/model_overrides`). Otherwise 0."""
+    compressed = 128 if task.cluster.groups[0].chip.vendor == "ascend" else 256
+    return compressed if _is_compressed(task) else 64 * _is_sparse(task)
 
 
 def page_sizes(task: Task, columns: Columns) -> IntArray:
     """Return the tokens of a page: `own_page`, or 64 in place of sizes that `trtllm_mha` does not have.
 
-    On the compute capability 10, it is the default backend without latent attention and drafts (0.5.12
-    `server_args.py`, 0.5.23 `arg_groups/model_override_base.py` and `overrides.py`).
+    On the compute capability 10 without latent attention, it is the default backend without drafts, and `fa4` has 128.
+    Moore Threads' default is 64, that of MiniMax-M3 on H100 and B200 128, others 1 (0.5.12 `server_args.py`, 0.5.23
+    `arg_groups/overrides.py`, `model_overrides`).
     """
     if own := own_page(task):
         return np.full_like(columns[PAGE], own)
-    page, given = or_default(columns[PAGE], 1), columns[BACKEND]
-    is_new = task.cluster.groups[0].chip.architecture.startswith("sm_10") and not latent_layers(task.spec.model)
+    chip, given = task.cluster.groups[0].chip, columns[BACKEND]
+    has_large = task.spec.model.family.startswith("minimax_m3") and chip.architecture.startswith(("sm_9", "sm_10"))
+    page = or_default(columns[PAGE], 128 if has_large else 64 if chip.vendor == "mthreads" else 1)
+    is_new = chip.architecture.startswith("sm_10") and not latent_layers(task.spec.model)
     is_default = (given == 0) & (columns[SPECULATION] == 0) & is_new
     sizes = PROGRAM.block_sizes[TRTLLM]
     is_trtllm = is_default | (given == PROGRAM.code(BACKEND, TRTLLM))
+    page = np.where(is_new & (given == PROGRAM.code(BACKEND, "fa4")), 128, page)
     return np.where(is_trtllm & ~np.isin(page, sizes), 64, page)
 
 
@@ -356,8 +359,8 @@ def element_bytes(task: Task, columns: Columns) -> FloatArray:
     """Return the bytes per element of the KV cache.
 
     By default, sparse latent attention has a cache in fp8 on chips with a compute capability of 10 or more (0.5.6 and
-    0.5.14 `server_args.py`, 0.5.23 `arg_groups/overrides.py`), and checkpoints of ModelOpt have what they state (0.5.23
-    `mem_cache/kv_cache_dtype.py`).
+    0.5.14 `server_args.py`, 0.5.23 `arg_groups/overrides.py`), Muse Spark on all (0.5.23), and checkpoints of ModelOpt
+    have what they state (0.5.23 `mem_cache/kv_cache_dtype.py`).
     """
     element = PROGRAM.element_bytes(columns)
     default = (columns[KV] == 0) | (columns[KV] == PROGRAM.code(KV, "auto"))
@@ -365,7 +368,8 @@ def element_bytes(task: Task, columns: Columns) -> FloatArray:
         return np.where(default | (element == 1.0), COMPRESSED_BYTES, element)
     capability = re.fullmatch(r"sm_(\d+)\d[a-z]?", task.cluster.groups[0].chip.architecture)
     is_new = capability is not None and int(capability[1]) >= 10
-    is_narrow = (is_new and _is_sparse(task)) or has_fp8_cache(task.spec.model, ("modelopt",))
+    is_narrow = (is_new and _is_sparse(task)) or task.spec.model.family.startswith("muse_spark")
+    is_narrow = is_narrow or has_fp8_cache(task.spec.model, ("modelopt",))
     return np.where(default, 1.0, element) if is_narrow else element
 
 
@@ -397,8 +401,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     if task.spec.envs.get("SGLANG_AITER_HONOR_EXPLICIT_MEM_FRACTION") in ("1", "true"):
         is_long &= values[MEMORY] == 0
     share = np.where(is_long, 0.85 * share, share)
-    given = other_args.get("mamba-full-memory-ratio")
-    ratio = float(given) if isinstance(given, (int, float)) and given > 0 else STATE_RATIO
+    family = task.spec.model.family
     drafting = np.where(values[SPECULATION] > 0, np.maximum(DRAFTING_RUNNING // values[DP], 1), MIN_RUNNING)
     running = np.maximum(COMPRESSED_RUNNING // values[DP], 1) if _is_compressed(task) else drafting
     return Settings.of(
@@ -417,8 +420,9 @@ def settings(task: Task, columns: Columns) -> Settings:
         memory_fraction=np.full(ranks.shape, np.nan) if hardware.on_cores else share,
         cache_bytes=_cache_bytes(task, other_args, values, devices, element),
         cache_element_bytes=element,
-        state_share=np.full(ranks.shape, ratio / (1.0 + ratio)),
-        state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, STATE_SLOTS),
+        state_share=np.full(ranks.shape, pools.state_share(family, other_args)),
+        state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, pools.STATE_SLOTS),
+        window_share=np.full(ranks.shape, pools.window_share(family, other_args)),
         drafted=_drafted(other_args, values),
         ahead=_batches_ahead(task, other_args, values),
         **_tiers(other_args, values),

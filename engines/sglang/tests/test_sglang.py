@@ -150,6 +150,23 @@ def test_a_checkpoint_may_state_the_type_of_the_cache(
     assert settings(task).cache_element_bytes.item() == 1.0
 
 
+@pytest.mark.parametrize(
+    ("family", "args", "share"),
+    [
+        ("gpt_oss", {}, 0.8),
+        ("gpt_oss", {"swa-full-tokens-ratio": 0.5}, 0.5),
+        ("gpt_oss", {"disable-hybrid-swa-memory": True}, 0.0),
+        ("step3p5", {"enable-hierarchical-cache": True}, 0.0),
+        ("inkling_text", {}, 0.1),
+        ("gemma3_text", {}, 0.0),
+    ],
+)
+def test_windows_of_some_families_have_a_part_of_the_cache(family: str, args: dict[str, Any], share: float) -> None:
+    task = cards(model=replace(DENSE, family=family), engine_args=args)
+    found, ratio = settings(task), 0.1 if family == "inkling_text" else 0.9
+    assert (found.window_share.item(), found.state_share.item()) == (share, ratio / (1.0 + ratio))
+
+
 def test_compressed_attention_has_its_own_defaults() -> None:
     task = cards(model=public_model("deepseek-ai/DeepSeek-V4-Flash"))
     found = settings(task, data_parallel_size=4)
@@ -200,6 +217,8 @@ def test_the_share_of_memory_leaves_room_for_graphs_of_prompts_buffers_and_draft
 @pytest.mark.parametrize(
     ("architecture", "values", "page"),
     [
+        ("sm_103", {"attention_backend": "fa4"}, 128),
+        ("sm_90", {"attention_backend": "fa4"}, 1),
         ("sm_103", {}, 64),
         ("sm_103", {"page_size": 1}, 64),
         ("sm_103", {"page_size": 32}, 32),
@@ -214,6 +233,23 @@ def test_a_page_has_a_size_that_the_attention_backend_supports(
     task = cards(chip={"architecture": architecture})
     assert settings(task, **values).block_size.item() == page
     assert values or merged(ENGINE, task, page_size=page) == merged(ENGINE, task)
+
+
+@pytest.mark.parametrize(
+    ("chip", "family", "page"),
+    [({"vendor": "mthreads"}, "", 64), ({}, "minimax_m3", 128), ({"architecture": "gfx950"}, "minimax_m3", 1)],
+)
+def test_a_page_has_another_default_on_some_chips_and_for_some_models(
+    chip: dict[str, str], family: str, page: int
+) -> None:
+    task = cards(chip={"architecture": "sm_90", **chip}, model=replace(DENSE, family=family))
+    assert (settings(task).block_size.item(), settings(task, page_size=1).block_size.item()) == (page, 1)
+
+
+def test_muse_spark_caches_fp8_by_default() -> None:
+    task = cards(model=replace(DENSE, family="muse_spark_text"))
+    found = [settings(task, **given).cache_element_bytes.item() for given in ({}, {"kv_cache_type": "bfloat16"})]
+    assert found == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("page", [None, 1, 32])

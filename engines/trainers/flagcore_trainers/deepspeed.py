@@ -253,7 +253,7 @@ class DeepSpeed(Trainer):
             "between": between,
             "step": step + np.maximum(between, 0.0),
             "forward": main + gathered + prefetched + stays,
-            "loss": main + gathered + stays + LOSS_BYTES * logits,
+            "loss": main + gathered + stays + (LOSS_BYTES + head.kept(u)) * logits,
             "head": main + gathered + bucket + u * logits,
             "layer": main + gathered + bucket,
             "end": main + bucket,

@@ -31,7 +31,8 @@ def loss_warnings(task: Task) -> list[str]:
     """
     train, facts = task.spec.train, [group.chip.memory_bytes for group in task.cluster.groups]
     memory = min((fact.value for fact in facts if fact), default=math.inf)
-    size = (LOSS_BYTES + 2.0) * train.seq_length * head_of(task.spec.model).logits
+    head = head_of(task.spec.model)
+    size = (LOSS_BYTES + 2.0 + head.kept(2.0)) * train.seq_length * head.logits
     if size < LARGE * memory or has_tiled_loss(task.spec):
         return []
     given = reading(task.spec).given if framework_of(train.command or ()) else {}

@@ -113,10 +113,10 @@ def moments(train: Training, layout: Layout) -> Moments:
     tables = embedding_of(model).products(model.hidden_size), layer_embeddings(model)[:1]
     table, own = (trained * sum(each.weights for each in products) for products in tables)
     logits, at_head = job.logits, stored + act.head_input + norm
-    loss, gradients = LOSS_BYTES * logits, u * logits + table + act.hidden
+    loss, gradients = (LOSS_BYTES + job.cap_bytes) * logits, u * logits + table + act.hidden
     if job.tiled_loss or job.loss_parts > 1.0:  # gradients of hidden states and head in fp32, and their copies
         of_part, is_part = 4.0 * (act.hidden + table) / u, job.loss_parts > 1.0  # the logits of the part before stay
-        loss = of_part + act.hidden * is_part + (u + LOSS_BYTES * is_part) * logits
+        loss = of_part + act.hidden * is_part + (u + (LOSS_BYTES + job.cap_bytes) * is_part) * logits
         gradients = of_part + act.hidden + table + u * logits * is_part
     states = states_of(train, layout, stage_parameters(train, layout, stage(model, layout, np.zeros_like(ones))))
     is_late = (layout.microbatches <= 1) & (not train.options.fsdp)

@@ -271,6 +271,7 @@ SHORT = {"sequence": 128, **SINGLE}
         (UNTIED_TABLES, {"shard": 2, "pipeline": 2, "state_dtype": "bf16"}, {}),
         (UNTIED_TABLES, {"shard": 4, "micro_batch": 4}, {"loss_parts": 8}),
         ({**UNEQUAL, **UNTIED_TABLES}, {"shard": 2, "pipeline": 2}, {}),
+        ({"vocab_size": 65536, "logit_cap_bytes": 2}, {"shard": 4}, {}),
         ({"layers": WINDOWS}, {"shard": 4}, {}),
         ({**LATENT, "num_query_groups": 8}, {"shard": 4, "micro_batch": 2}, {}),
         ({"layers": ((DELTA,), ({},))}, {"shard": 4}, {"sequence": 64}),

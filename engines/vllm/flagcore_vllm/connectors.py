@@ -23,6 +23,7 @@ OFFLOADING = {None: 0.0, "OffloadingConnector": 0.0, "SimpleCPUOffloadConnector"
 """The connectors of vLLM itself, each with its default bytes. None: that of kv-offloading-size."""
 KEEP_WINDOWS = (LMCACHE, "FlexKVConnectorV1", "HF3FSKVConnector")
 """Those without `SupportsHMA` (vllm 0.28 to 0.33): layers with windows then cache the whole context."""
+NO_HYBRID = "disable-hybrid-kv-cache-manager"
 STORE, KVBM, SEVERAL = "MooncakeStoreConnector", "DynamoConnector", "MultiConnector"
 GB = 2.0**30
 """LMCache's GB (`lmcache/v1/storage_backend`: 1024**3)."""
@@ -58,6 +59,12 @@ def connectors(args: Mapping[str, EngineArg]) -> Iterator[Mapping[str, Any]]:
             parts = _extra(each).get("connectors")
             queue += parts if each.get("kv_connector") == SEVERAL and isinstance(parts, list) else []
             yield each
+
+
+def without_hybrid(args: Mapping[str, EngineArg]) -> str:
+    """Return which of `args` turns vLLM's hybrid cache manager off: a connector, the flag, or an empty text."""
+    names = [str(each.get("kv_connector")) for each in connectors(args)]
+    return next((name for name in names if name in KEEP_WINDOWS), NO_HYBRID if args.get(NO_HYBRID) else "")
 
 
 def _extra(connector: Mapping[str, Any]) -> Mapping[str, Any]:

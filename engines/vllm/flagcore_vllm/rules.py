@@ -69,7 +69,8 @@ STAGED_DRAFTS |= dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), ">=0.29")
 def rules_of(task: Task) -> tuple[Rule, ...]:
     """Return vLLM's legality rules for candidates."""
     hardware, experts, kind = Hardware.of(task), task.spec.model.experts, task.spec.model.family
-    given = connectors.connectors(PROGRAM.parse(task.spec).others)
+    given = list(connectors.connectors(others := PROGRAM.parse(task.spec).others))
+    unhybrid = connectors.without_hybrid(others)
     own_offload = any("spec_module_path" in str(each) for each in given)  # may copy between cores
     version = PROGRAM.version(task.spec)
     is_padded = kind in EVEN_EXPERTS and (in_versions(PADDED_SHARED, version) or not version)
@@ -107,6 +108,13 @@ def rules_of(task: Task) -> tuple[Rule, ...]:
         *placement.rules(task, layouts, version=PROGRAM.version(task.spec), encoders=ENCODERS_SINCE),
         placement.of_each_kind(task, even_experts),
         sharing,
+        rules.rule(  # 0.32 `v1/core/kv_cache_utils.py`: _promote_local_kv_cache_specs
+            "states_need_hybrid",
+            (TP,),
+            N_("{option} turns the hybrid cache manager off, without which vllm starts no model with states"),
+            lambda c: (c[TP] > 0) & bool(unhybrid and state_bytes(task.spec.model)),
+            option=unhybrid,
+        ),
         rules.rule(
             "staged_drafts",
             (PP, SPECULATION),

@@ -299,7 +299,7 @@ def _blocks(task: Task, columns: Columns, tokens: IntArray, seqs: IntArray, cont
         return {}
     stages, caches = columns[PP].clip(1), columns[PREFIX] == 1
     drafted = np.where(columns[SPECULATION] > 0, columns[DRAFTED], 0)
-    used = {each.get("kv_connector") for each in connectors.connectors(PROGRAM.parse(task.spec).others)}
+    is_hybrid = release >= FREES_WINDOWS_SINCE and not connectors.without_hybrid(PROGRAM.parse(task.spec).others)
 
     def blocks_on(stages: IntArray) -> cache.Blocks:
         return cache.blocks_of(
@@ -312,7 +312,7 @@ def _blocks(task: Task, columns: Columns, tokens: IntArray, seqs: IntArray, cont
             drafted,
             keeps=_keeps(task, columns),
             similar=1.5 if release >= SIMILAR_SINCE else 1.25,
-            frees_windows=release >= FREES_WINDOWS_SINCE and used.isdisjoint(connectors.KEEP_WINDOWS),
+            frees_windows=is_hybrid,
             checkpoints=release >= CHECKPOINTS_SINCE,
         )
 

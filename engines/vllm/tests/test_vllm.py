@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_importers.command import read_command
+from flagcore_models.catalogue import public_model
 from flagcore_models.config import model_of_config
 from flagcore_models.public import find_public
 from flagcore_serving.advice import spec_warnings
@@ -72,6 +73,20 @@ def test_overlapped_batches_need_an_exchange_that_supports_them(
 ) -> None:
     found = broken(ENGINE, cards(engine_version=version), two_batch_overlap=True, all2all_backend=exchange)
     assert ("overlapped_exchange" in found) == is_refused
+
+
+@pytest.mark.parametrize(
+    ("args", "name", "is_refused"),
+    [
+        ({"kv-transfer-config": '{"kv_connector": "LMCacheConnectorV1"}'}, "Qwen/Qwen3-Next-80B-A3B-Instruct", True),
+        ({"kv-transfer-config": '{"kv_connector": "OffloadingConnector"}'}, "Qwen/Qwen3-Next-80B-A3B-Instruct", False),
+        ({"disable-hybrid-kv-cache-manager": True}, "Qwen/Qwen3-Next-80B-A3B-Instruct", True),
+        ({"disable-hybrid-kv-cache-manager": True}, "google/gemma-3-27b-pt", False),
+    ],
+)
+def test_a_model_with_states_needs_the_hybrid_manager(args: dict[str, Any], name: str, is_refused: bool) -> None:
+    """0.32: specifications of states and attention cannot be made one, so a start ends with an error."""
+    assert ("states_need_hybrid" in broken(ENGINE, cards(model=public_model(name), engine_args=args))) == is_refused
 
 
 @pytest.mark.parametrize(

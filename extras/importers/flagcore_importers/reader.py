@@ -124,10 +124,11 @@ class _Conversion:
         script = tuple(_with_references(word, notes) if "\n" in word else word for word in script)
         named = _names_in(" ".join([self.text, *script])) - {*GPUS} if script else set[str]()
         of_job = {name: value for name, value in start.job.items() if name in named}
-        envs = self._envs({**start.envs, **of_job}, notes)
+        envs = self._envs({**start.envs, **of_job}, script, notes)
         hosts = {name: value for name, value in start.envs.items() if name == "NNODES"}  # not in trials, but of the job
-        of_program = replace(start, envs=envs, job={**start.job, **hosts})
-        read = replace(start, envs={**start.job, **envs}, words=script) if script else of_program
+        job = {**start.job, **hosts}
+        of_script = replace(start, envs={**job, **envs}, words=script)
+        read = of_script if script else replace(start, envs=envs, job=job)
         try:
             data, engine_notes = self.engine.read(read, Path.cwd(), self.model)
         except SpecError as error:
@@ -152,14 +153,19 @@ class _Conversion:
             notes.note(key, "is a secret: not copied" if is_secret(key) else f"is left out: {shown[:100]}")
         return notes
 
-    def _envs(self, variables: Mapping[str, str], notes: Notes) -> dict[str, str]:
-        """Return `variables` without those that trials cannot have. Add a note on each variable."""
+    def _envs(self, variables: Mapping[str, str], script: Sequence[str], notes: Notes) -> dict[str, str]:
+        """Return `variables` without those that trials cannot have. Add a note on each variable.
+
+        A text of a shell as `script` needs the variables that it reads and does not set itself.
+        """
+        read = {*re.findall(r"\$\{?(\w+)", script[2])} if script[1:2] == ("-c",) else set[str]()
+        own = {*re.findall(r"(?:^|[\s;&])(\w+)=(?![\"']?\$\{?\1\b)", script[2])} if read else set[str]()
         envs = dict[str, str]()
         for name in unset_names(self.start):
             notes.note(name, "is not set: it is empty in the command")
         noted = {each.key for each in notes.notes}
         for name, value in variables.items():
-            reason = self._reason_against(name, value)
+            reason = self._reason_against(name, value, is_needed=name in read - own)
             if reason and name not in noted:
                 notes.note(name, reason)
             elif not reason:
@@ -168,9 +174,12 @@ class _Conversion:
                 notes.note(name, effect, f"envs.{name}")
         return envs
 
-    def _reason_against(self, name: str, value: str) -> str:
-        """Return why a variable is not in the spec, or an empty text. If there are several instances, each has its own
-        devices. A network device that is not in the text of the input was computed here."""
+    def _reason_against(self, name: str, value: str, *, is_needed: bool) -> str:
+        """Return why a variable is not in the spec, or an empty text. `is_needed`: whether the script reads it.
+
+        If there are several instances, each has its own devices. A network device that is not in the text of the input
+        was computed here.
+        """
         start, text = self.start, self.text
         is_here = _OF_NETWORK.search(name) or _THIS_HOST.search(value)
         if is_secret(name, value):
@@ -182,7 +191,8 @@ class _Conversion:
             return "dropped: belongs to the machine or the container"
         if not value and start.script:
             return "dropped: its value is not known here"
-        return "dropped: it is part of the command" if _is_word(name, value, start.words, text) else ""
+        is_word = not is_needed and _is_word(name, value, start.words, text)
+        return "dropped: it is part of the command" if is_word else ""
 
 
 def _names_in(text: str, depth: int = 0) -> set[str]:

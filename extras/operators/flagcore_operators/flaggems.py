@@ -56,8 +56,22 @@ class FlagGems(OperatorLibrary):
             return ""
         return self._names.get(function.removeprefix("aten.").removesuffix(".default"), "")
 
+    @cached_property
+    def _off(self) -> Sequence[str]:
+        """The operators that `flag_gems.enable` leaves out on this vendor's chips, whatever its arguments are.
+
+        5.0.2 (`runtime/register.py`) leaves none out on NVIDIA's, @08052e70 (`runtime/op_registrar.py`) also there.
+        """
+        if find_spec("flag_gems") is None:
+            return ()
+        import flag_gems
+
+        runtime, vendor = flag_gems.runtime, flag_gems.vendor_name
+        has_off = vendor != "nvidia" or hasattr(runtime, "op_registrar")
+        return tuple(runtime.backend.get_unused_ops(vendor)) if has_off else ()
+
     def implementations(self, operator: str) -> Sequence[str]:
-        return FLAGOS, NATIVE
+        return (NATIVE,) if operator in self._off else (FLAGOS, NATIVE)
 
     def using(self, operator: str, implementation: str) -> AbstractContextManager[Any]:
         if implementation == NATIVE:
@@ -117,7 +131,7 @@ class VllmFl(Dispatcher, FlagGems):
         return Dispatcher.operator(self, function, arguments) or (gems if gems not in self._known else "")
 
     def implementations(self, operator: str) -> Sequence[str]:
-        return self._known.get(operator, (FLAGOS, NATIVE))
+        return self._known.get(operator) or FlagGems.implementations(self, operator)
 
     def reference_of(self, implementations: Sequence[str]) -> str:
         return NATIVE if NATIVE in implementations else REFERENCE

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import yaml
 from flagcore_operators import flaggems
 from flagcore_operators.contract import OperatorLibrary, find_library
 from flagcore_operators.dispatched import Dispatcher
-from flagcore_operators.flaggems import VllmFl
+from flagcore_operators.flaggems import FlagGems, VllmFl
 from flagcore_operators.measuring import _of_orders, avoided, calibrate_operators, choose
 from flagcore_operators.start import SET, effective
 from flagcore_vendorkit.choices import CALIBRATED
@@ -413,6 +414,20 @@ def test_an_order_is_avoided_like_its_first_implementation() -> None:
     assert _of_orders({"norm": {"flagos": "slow"}, "other": {"flagos": "wrong"}}, [call]) == {
         "norm": {"flagos|reference": "slow"}
     }
+
+
+@pytest.mark.parametrize(("vendor", "is_off"), [("ascend", True), ("nvidia", False)])
+def test_operators_that_flaggems_leaves_out_have_one_implementation(
+    monkeypatch: pytest.MonkeyPatch, vendor: str, is_off: bool
+) -> None:
+    """5.0.2 leaves `copy_` out on Ascend whatever `enable` is told, and nothing on NVIDIA's chips."""
+    gems = ModuleType("flag_gems")
+    gems.__spec__ = ModuleSpec("flag_gems", None)
+    backend = SimpleNamespace(get_unused_ops=lambda _vendor: ["copy_"])
+    vars(gems).update(runtime=SimpleNamespace(backend=backend), vendor_name=vendor)
+    monkeypatch.setitem(sys.modules, "flag_gems", gems)
+    found = [FlagGems().implementations(name) for name in ("copy_", "mm")]
+    assert found == [("native",) if is_off else ("flagos", "native"), ("flagos", "native")]
 
 
 def test_own_operators_of_vllm_plugin_fl_and_those_of_flaggems() -> None:

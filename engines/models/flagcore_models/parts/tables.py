@@ -67,15 +67,22 @@ class Head(Part):
     `logits`: the elements of its output per token, one for each entry of the vocabulary, without padding. `tied`:
     whether its table is that of the embedding. The loss moves 8 elements of 16 bits per logit forward and 4
     backward: logits are written in 16 and 32 bits, read for the maximum and the sum, and converted to their gradient
-    (megatron-core 0.16 `cross_entropy.py`). `launches`: of a pass (an estimate).
+    (megatron-core 0.16 `cross_entropy.py`). A soft cap divides, caps and multiplies logits first: `capped` elements in
+    addition. Autograd keeps its result of `cap_bytes` in 16 bits (0: no cap). `launches`: of a pass (an estimate).
     """
 
     passes: ClassVar[tuple[float, float]] = (8.0, 4.0)
+    capped: ClassVar[tuple[float, float]] = (6.0, 7.0)
     launches: ClassVar[float] = 20.0
 
     logits: int
     width: int
     tied: bool = False
+    cap_bytes: int = 0
+
+    def kept(self, value_bytes: float) -> float:
+        """Return the bytes of each logit that a soft cap keeps until the backward pass, in tensors of `value_bytes`."""
+        return max(self.cap_bytes, value_bytes) if self.cap_bytes else 0.0
 
     def products(self, hidden_size: int) -> tuple[Product, ...]:
         return (_table(inputs=hidden_size, outputs=self.logits, component="output_head"),)

@@ -219,19 +219,23 @@ def token_bytes(
 
     `computed`: prompt tokens of one iteration, which a sliding window holds in addition. The latent vector is
     replicated on the tensor ranks that do not share a cache. The states of other mixers are divided among the tokens of
-    the sequence. `frees_windows`, `indexes_all`: see `Overheads`.
+    the sequence. `frees_windows`, `indexes_all`: see `Overheads`. If windows have memory of their own, a token has
+    bytes in both parts, and more if sequences fill that of the windows first.
     """
     stage_layers = np.ceil(model.num_layers / settings.pipeline)
     largest = max((each.index_bytes for each in attention_counts(model)), default=0.0)
-    total = _state_bytes(model, settings) / np.maximum(tokens, 1.0)
+    total, fills, pooled = 0.0 * stage_layers, np.ones_like(stage_layers), settings.window_share
     for mixer, number in mixer_counts(model).items():
         size, index = mixer.token_bytes(1.0) * settings.cache_element_bytes, 0.0
         if isinstance(mixer, Attention):
             share = mixer.cached(tokens, computed, frees_windows=frees_windows)
+            if mixer.window is not None and pooled.any():
+                held = mixer.cached(tokens, computed) / np.where(pooled > 0.0, pooled, np.inf)
+                share, fills = np.where(pooled > 0.0, pooled, share), np.maximum(fills, held)
             size = share * mixer.cached_on(settings.tensor) * settings.cache_element_bytes / settings.sharing
             index = largest if indexes_all and mixer.indexer else mixer.index_bytes
         total = total + stage_layers * (number / model.num_layers) * (size + index) / settings.cores
-    return total
+    return _state_bytes(model, settings) / np.maximum(tokens, 1.0) + fills * total
 
 
 def _state_bytes(model: Model, settings: Settings, *, recurrent: bool = False) -> FloatArray:

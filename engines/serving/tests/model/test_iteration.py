@@ -341,6 +341,14 @@ def test_a_layer_with_a_window_caches_only_its_window_if_the_engine_frees_the_re
     assert memory(serving(model)._replace(tokens=4096.0)).token[0] == token_bytes(DENSE, settings())[0]
 
 
+@pytest.mark.parametrize(("tokens", "filled"), [(4096.0, 1.0), (1280.0, 1.0), (512.0, 1.25)])
+def test_windows_with_a_part_of_the_cache_have_room_for_a_share_of_the_tokens(tokens: float, filled: float) -> None:
+    """sglang 0.5.23 `pool_configurator.py`: a token has 6 layers and 0.8 of 30, which short sequences fill first."""
+    model = mixed(DENSE, {"window": 1024}, 30)
+    found = token_bytes(model, settings(window_share=0.8), tokens, frees_windows=False)
+    assert found[0] == pytest.approx(filled * (6 + 30 * 0.8) * 2 * 8 * 128 * 2)
+
+
 def test_layers_that_run_again_have_a_cache_and_no_weights() -> None:
     layers = mixed(DENSE, {"window": 1024}, 30).layers
     model = replace(DENSE, num_layers=72, layers=(*layers, *(replace(each, repeats=True) for each in layers)))

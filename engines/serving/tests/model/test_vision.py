@@ -364,10 +364,11 @@ def test_connectors_have_tiers(config: Any, envs: dict[str, str], gib: dict[str,
 def test_windows_keep_the_context_with_connectors_that_turn_off_vllms_hybrid_manager() -> None:
     given = {"max-model-len": 65536, "max-num-batched-tokens": 2048}
     configs = (json.dumps({"kv_connector": each}) for each in ("OffloadingConnector", "LMCacheConnectorV1"))
-    jobs = ({"engine_args": {**given, "kv-transfer-config": each}} for each in configs)
+    jobs = [{**given, "kv-transfer-config": each} for each in configs]
+    jobs.append({**given, "disable-hybrid-kv-cache-manager": True})
     model = public_model("google/gemma-3-27b-pt")
-    freed, kept = (tasks.settings(tasks.planned("vllm", model=model, **each)) for each in jobs)
-    assert kept.longest_bytes.item() > 4.0 * freed.longest_bytes.item()
+    freed, kept, off = (tasks.settings(tasks.planned("vllm", model=model, engine_args=each)) for each in jobs)
+    assert kept.longest_bytes.item() == off.longest_bytes.item() > 4.0 * freed.longest_bytes.item()
 
 
 def test_an_endless_host_has_each_prefix_that_repeats_and_more_room_never_has_less() -> None:

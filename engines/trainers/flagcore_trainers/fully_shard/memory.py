@@ -74,7 +74,7 @@ def _with_pipeline(job: MemoryInputs) -> tuple[_Sizes, IntArray]:
     splits, parts = job.schedule >= ZBV, np.where(job.schedule >= INTERLEAVED, 2.0, 1.0)
     loss = (_loss_bytes(job) + u) * logits + act.head_input + _hidden_gradients(job)
     # The first backward of a zero-bubble stage retains the loss's graph, and the gradient of logits for the second one.
-    graph = (2.0 * u + (0.0 if job.compiled_loss else LOSS_BYTES / 3.0)) * logits + act.head_input
+    graph = (2.0 * u + (0.0 if job.compiled_loss else LOSS_BYTES / 3.0) + job.cap_bytes) * logits + act.head_input
     stays = job.sends_stay & (job.schedule >= INTERLEAVED)
     found = []
     for place in places(job):
@@ -129,7 +129,7 @@ def _loss_bytes(job: MemoryInputs) -> FloatArray:
     """Return the peak bytes per logit in the backward of the loss. A compiled one has logits and their gradient."""
     if job.tiled_loss:
         return np.full_like(job.tensor, job.value_bytes)
-    before = job.value_bytes * (job.loss_parts > 1.0)  # the logits of the part before stay
+    before = job.cap_bytes + job.value_bytes * (job.loss_parts > 1.0)  # the logits of the part before stay
     if job.compiled_loss:
         return np.full_like(job.tensor, 2.0 * job.value_bytes + before)
     return np.where(job.tensor > 1, LOSS_BYTES + SPLIT_LOSS_BYTES, LOSS_BYTES) + before
@@ -191,10 +191,10 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
         - stale
         + at_head
         + np.where(job.casts, all_layers - gathered, 0.0)
-        + (u if is_narrow else LOSS_FORWARD_BYTES) * logits
+        + ((u if is_narrow else LOSS_FORWARD_BYTES) + job.cap_bytes) * logits
         + buffer * (last if is_tied else u * table),
         early + at_head + _loss_bytes(job) * logits,
-        early + at_head + (u + (u if is_narrow else 4.0)) * logits,
+        early + at_head + (u + (u if is_narrow else 4.0) + job.cap_bytes) * logits,
         early + at_head + u * logits + u * table_gradient + act.hidden * job.tensor + ahead,
     ]
     # The gradient of a tensor-parallel head is computed whole, and then divided (`_fsdp_param.py`).

@@ -104,6 +104,11 @@ class MemoryInputs:
             return np.minimum(self.tokens, TILE[0]) * np.minimum(vocabulary, TILE[1])
         return self.tokens * vocabulary / self.loss_parts
 
+    @property
+    def cap_bytes(self) -> float:
+        """The bytes per logit that autograd keeps of a soft cap. Tiles compute it again."""
+        return 0.0 if self.tiled_loss else head_of(self.model).kept(self.value_bytes)
+
     @cached_property
     def peft(self) -> Peft:
         """What PEFT does with the model."""

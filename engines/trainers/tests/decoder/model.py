@@ -296,7 +296,7 @@ class Transformer(nn.Module):
 
     def __init__(self, model: Model, angles: torch.Tensor, *, first: bool, last: bool) -> None:
         super().__init__()
-        self.angles, self.skips_head = angles, False
+        self.angles, self.skips_head, self.capped = angles, False, model.logit_cap_bytes > 0
         self.embedding = nn.Embedding(model.vocab_size, model.hidden_size) if first else None
         self.layers = nn.ModuleDict()
         self.norm = Norm(model.hidden_size) if last else None
@@ -309,7 +309,10 @@ class Transformer(nn.Module):
             hidden = layer(hidden, self.angles)
         if self.head is None or self.norm is None:
             return hidden
-        return self.norm(hidden) if self.skips_head else self.head(self.norm(hidden))
+        if self.skips_head:
+            return self.norm(hidden)
+        logits = self.head(self.norm(hidden))
+        return torch.tanh(logits / 30.0) * 30.0 if self.capped else logits
 
 
 def rotary_angles(job: Job, positions: torch.Tensor, device: torch.device) -> torch.Tensor:

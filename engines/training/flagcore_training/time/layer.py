@@ -235,11 +235,15 @@ def head_time(train: Training, layout: LayerLayout, costs: Costs) -> StageTime:
     tokens, rows = layout.tokens(train.sequence), layout.token_rows(train.sequence)
     vocab = padded_vocab(model, layout.tensor) / layout.tensor
     precision = "mxfp8" if "head" in train.options.mxfp8_modules else train.unquantised
-    (described,) = head_of(model).products(model.hidden_size)
+    head = head_of(model)
+    (described,) = head.products(model.hidden_size)
     product = linear(kernels, tokens, described.inputs, vocab, precision)
     norm, norm_back = norm_seconds(kernels, unit * model.hidden_size * rows)
     traffic = (1.0 if train.options.cross_entropy_fusion else 2.0) * vocab * tokens
-    loss, loss_back = (kernels.memory_seconds(passes * traffic) for passes in Head.passes)
+    capped = (2.0 * vocab * tokens * each * (head.cap_bytes > 0) for each in Head.capped)
+    loss, loss_back = (
+        kernels.memory_seconds(passes * traffic + more) for passes, more in zip(Head.passes, capped, strict=True)
+    )
     tp = TensorCollectives.from_layout(train, layout, costs)
     launches = np.full_like(tokens, Head.launches)
     gather = tp.gather * layout.sequence_parallel

@@ -1,0 +1,40 @@
+"""How SGLang divides its cache: a part for states, and one for the tokens of layers with windows.
+
+Sources: sglang 0.5.23 `configs/model_config.py` (is_hybrid_swa_model), `model_executor/pool_configurator.py`,
+`mem_cache/kv_cache_configurator.py`, `arg_groups/fields/schedule.py` and `arg_groups/model_overrides`; 0.5.8, 0.5.9 and
+0.5.16 have the same shares for fewer families.
+"""
+
+from collections.abc import Mapping
+
+from flagcore_serving.job import EngineArg
+
+INKLING = "inkling_text"
+WINDOWS_APART = (
+    *(INKLING, "beam", "gemma4", "gpt_oss", "granite_swa", "granitemoe_swa", "laguna", "llama4", "mellum"),
+    *("mimo_v2", "muse_glimmer", "step3p"),
+)
+"""The beginnings of families whose windows have a part of the cache. In others, such as Gemma 3, they cache all."""
+OFF_WITH_HOST = ("mimo_v2", "step3p")
+"""Those whose windows cache all tokens if the cache continues in the memory of the host."""
+STATE_SLOTS = 5.0
+"""States per running request with a radix cache: three, and two for states that it tracks."""
+
+
+def state_share(family: str, args: Mapping[str, EngineArg]) -> float:
+    """Return the share of the cache for states of a model of this `family`."""
+    ratio = _ratio(args, "mamba-full-memory-ratio", 0.1 if family == INKLING else 0.9)
+    return ratio / (1.0 + ratio)
+
+
+def window_share(family: str, args: Mapping[str, EngineArg]) -> float:
+    """Return the tokens for which windows have room, relative to other layers, or 0 if they share their memory."""
+    on_host = bool(args.get("enable-hierarchical-cache")) and family.startswith(OFF_WITH_HOST)
+    if not family.startswith(WINDOWS_APART) or on_host or args.get("disable-hybrid-swa-memory"):
+        return 0.0
+    return _ratio(args, "swa-full-tokens-ratio", 0.1 if family == INKLING else 0.8)
+
+
+def _ratio(args: Mapping[str, EngineArg], flag: str, default: float) -> float:
+    given = args.get(flag)
+    return float(given) if isinstance(given, (int, float)) and given > 0 else default
