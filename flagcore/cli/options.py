@@ -344,11 +344,14 @@ class Rate(click.FloatRange):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         number: Any = str(value).removesuffix("/s")
-        return value if value == "auto" else super().convert(number, param, ctx)
+        number = value if value == "auto" else super().convert(number, param, ctx)
+        if number != number:  # NaN is in each range
+            self.fail(_("{value} is not a number", value=value), param, ctx)
+        return number
 
 
 _RATE = N_("Servers: requests per second that arrive, instead of the load of the spec; auto: the most within limits.")
-rate = click.option("--rate", type=Rate(0, min_open=True), metavar="N", help=_RATE)
+rate = click.option("--rate", type=Rate(0, 1_000_000, min_open=True), metavar="N", help=_RATE)
 
 
 def _with_new_file(

@@ -160,6 +160,12 @@ def test_unreadable_text_is_a_usage_error(words: list[str]) -> None:
         read_command("vllm", words)
 
 
+def test_a_broken_yaml_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "pod.yaml").write_text("kind: Pod\nspec: [1,\n")
+    with pytest.raises(UsageError, match=r"^pod\.yaml .* at line \d+, column \d+"):
+        read_command(None, ["pod.yaml"])
+
+
 def test_login_shells_of_a_script_do_not_read_the_profile_of_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

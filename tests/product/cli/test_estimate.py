@@ -366,6 +366,7 @@ def test_rules_as_csv_have_a_row_each(flag: Flag, project: Project) -> None:
         (("SPEC", "--like", ""), "--like ''"),
         (("SPEC", "--explain", "1", "--top", "3"), "--top and --all"),
         (("SPEC", "--engine", "vllm"), "--engine requires --model"),
+        *((("SPEC", "--rate", wrong), "--rate") for wrong in ("inf", "nan", "-1")),
         (("--jobs", "JOBS", "--explain", "moe"), "--explain requires SPEC"),
         (("--jobs", "JOBS", "--format", "csv"), "--format requires SPEC"),
         (("--jobs", "JOBS", "--top", "3"), "--top requires SPEC"),
