@@ -331,7 +331,7 @@ model = _adding(
     click.option("--model", metavar="MODEL", help=N_("This model instead of SPEC: a path or public name.")),
     click.option("--engine", metavar="NAME", help=N_("With --model: engine [default: a serving engine].")),
     click.option("--nodes", type=click.IntRange(1), help=N_("Number of hosts [default: of SPEC, else 1].")),
-    click.option("--devices", type=click.IntRange(1), help=N_("Devices per host [default: of SPEC, else all].")),
+    click.option("--devices", type=click.IntRange(1), help=N_("Devices per host [default: of SPEC, all, or usual].")),
     click.option("--slo", multiple=True, metavar="LIMIT", help=N_("Latency limit, such as p99 ttft 1s (repeatable).")),
     click.option("--ttft-p99", metavar="TIME", help=N_("Short for --slo 'p99 ttft TIME'.")),
     click.option("--tpot-p99", metavar="TIME", help=N_("Short for --slo 'p99 tpot TIME'.")),

@@ -232,7 +232,7 @@ def _rates(chip: Chip) -> list[dict[str, Any]]:
 def _slow_text(chip: Chip) -> str:
     """Return the rates of the precisions without a fast kernel, or an empty string if all are fast."""
     text = N_("{precision}: {rate}, {ratio} times slower than fp32")
-    slow = [each for each in _rates(chip) if each["precision"] in TRAINED and each["times_slower_than_fp32"] > 1.0]
+    slow = [each for each in _rates(chip) if each["precision"] in TRAINED and each["times_slower_than_fp32"] >= 1.05]
     ratios = [(each["precision"], _rate_text(each["tflops"]), each["times_slower_than_fp32"]) for each in slow]
     return "; ".join(_(text, precision=name, rate=rate, ratio=f"{ratio:.2g}") for name, rate, ratio in ratios)
 
