@@ -204,6 +204,12 @@ def test_a_misspelt_chip_gets_suggestions(flag: Flag, project: Project, answered
     assert nearest in answer["reason"]
 
 
+def test_a_misspelt_section_is_named_before_the_chip_that_is_missing_without_it(flag: Flag, tmp_path: Path) -> None:
+    text = {"model": "Qwen/Qwen3-8B", "clutser": {"chip": "H20"}, "serve": {"engine": "vllm"}}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(text))
+    flag("estimate", str(tmp_path / "own.yaml")).refused(2, "clutser", "cluster")
+
+
 @pytest.mark.parametrize(
     ("cluster", "train", "words"),
     [
