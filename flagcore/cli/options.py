@@ -331,7 +331,7 @@ model = _adding(
     click.option("--model", metavar="MODEL", help=N_("This model instead of SPEC: a path or public name.")),
     click.option("--engine", metavar="NAME", help=N_("With --model: engine [default: a serving engine].")),
     click.option("--nodes", type=click.IntRange(1), help=N_("Number of hosts [default: of SPEC, else 1].")),
-    click.option("--devices", type=click.IntRange(1), help=N_("Devices per host [default: of SPEC, else all].")),
+    click.option("--devices", type=click.IntRange(1), help=N_("Devices per host [default: of SPEC, all, or usual].")),
     click.option("--slo", multiple=True, metavar="LIMIT", help=N_("Latency limit, such as p99 ttft 1s (repeatable).")),
     click.option("--ttft-p99", metavar="TIME", help=N_("Short for --slo 'p99 ttft TIME'.")),
     click.option("--tpot-p99", metavar="TIME", help=N_("Short for --slo 'p99 tpot TIME'.")),
@@ -344,11 +344,14 @@ class Rate(click.FloatRange):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         number: Any = str(value).removesuffix("/s")
-        return value if value == "auto" else super().convert(number, param, ctx)
+        number = value if value == "auto" else super().convert(number, param, ctx)
+        if number != number:  # NaN is in each range
+            self.fail(_("{value} is not a number", value=value), param, ctx)
+        return number
 
 
 _RATE = N_("Servers: requests per second that arrive, instead of the load of the spec; auto: the most within limits.")
-rate = click.option("--rate", type=Rate(0, min_open=True), metavar="N", help=_RATE)
+rate = click.option("--rate", type=Rate(0, 1_000_000, min_open=True), metavar="N", help=_RATE)
 
 
 def _with_new_file(

@@ -444,7 +444,10 @@ class LlamaCpp(ServingEngine):
             return [*super().warnings(task), line]
         if not weights or os.path.isfile(weights) or weights.endswith(".gguf") or _is_repository(weights):
             return super().warnings(task)
-        text = N_("serve.weights: {weights} is no GGUF file, which llama-server needs; set the path or name of one")
+        text = N_(
+            "serve.weights: {weights} is no GGUF file, which llama-server needs; set the path of one, or a repository "
+            "such as unsloth/Qwen3-8B-GGUF:Q4_K_M"
+        )
         return [*super().warnings(task), _(text, weights=weights)]
 
     def merges(self, task: Task) -> tuple[Merge, ...]:

@@ -305,7 +305,7 @@ def _cluster(read: Reading, start: Start, notes: Notes) -> dict[str, Any]:
         per_node = fewest == 1 if is_alone else visible.count(",") + bool(visible)
     if not per_node:
         nodes, per_node = max(nodes, -(-fewest // 8)), min(fewest, 8)
-        text = f"{nodes} x {per_node} is the fewest: give a command with NPROC_PER_NODE=N, or correct it"
+        text = f"{nodes} x {per_node} is the fewest: give NPROC_PER_NODE=N or --num_processes N, or correct it"
         notes.note("cluster", text + ", and global_batch_size" * (not read.number("global_batch_size")), "cluster")
     return {"chip": "auto", "nodes": nodes, "devices_per_node": int(per_node)}
 

@@ -23,7 +23,7 @@ from flagcore.domain.spec import Task
 RESERVES_GRAPHS_SINCE = {"sm_": (0, 20, 0), "gfx": (0, 26, 0)}
 """By architecture: the first release whose cache leaves room for graphs (`VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS` of
 `envs.py`, 0.25 and 0.26 `v1/worker/gpu_worker.py`). Earlier, they came in addition to the share of memory."""
-OF_GRAPH = 0.3e6
+LAYER_GRAPH_BYTES = 0.3e6
 """Bytes that vLLM reserves for a graph of a layer: 0.08 and 0.09 GiB for 4 and 5 graphs of 64 layers
 (noonghunna/club-3090 issues 617 and 434), 1.62 GiB for 86 (vllm-project/vllm pull request 39559)."""
 GRAPH_FLAGS = ("cudagraph-capture-sizes", "max-cudagraph-capture-size", "cuda-graph-sizes")
@@ -31,17 +31,20 @@ GRAPH_FLAGS = ("cudagraph-capture-sizes", "max-cudagraph-capture-size", "cuda-gr
 MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE, MORE_GRAPHS_ON = 1024, (0, 18), "sm_10"
 """The largest captured batch in tokens on chips of the compute capability 10 (0.32 and 0.33: `config/vllm.py`), and the
 first release with it. The release follows from published points: 1,024 tokens took twice as long with 0.17."""
-CHARGED = (0, 26, 0), (0, 30, 0)
+CHARGES_SINCE, OTHER_RUNNER_SINCE = (0, 26, 0), (0, 30, 0)
 """The first release that charges buffers of prompts to graphs, and the first one with another runner by default."""
 OWN_KERNELS = ("sm_90", "sm_10")
 """Architectures whose gated delta rule has kernels without these buffers (0.26 and 0.28: `qwen_gdn_linear_attn.py`)."""
 SORTED_BYTES, SAMPLED_BYTES, GUMBEL_BYTES = 30.0, 12.0, 4.0
 """Bytes of a logit in 32 bits and its copies while the profile samples: sorted with 64-bit indices before SORTS_UNTIL,
-then with probabilities and random numbers, and with the runner since CHARGED[1] alone."""
+then with probabilities and random numbers, and with the runner since OTHER_RUNNER_SINCE alone."""
 SORTS_UNTIL = (0, 17, 0)
 """The first release seen with a kernel for top-k and top-p (0.14 sorts)."""
-INDEX_KEYS, SCORES = 40, 512 * 2**20
-SIZES = np.array([1, 2, 4, *range(8, 256, 8), *range(256, 2049, 16)])
+INDEX_KEYS = 40
+"""The keys for which an indexer's workspace has room, for each token of a sequence."""
+SCORE_BYTES = 512 * 2**20
+"""The bytes of an indexer's scores at the peak of the profile."""
+GRAPH_SIZES = np.array([1, 2, 4, *range(8, 256, 8), *range(256, 2049, 16)])
 """The sizes of captured batches in tokens."""
 
 
@@ -60,7 +63,7 @@ def logit_bytes(number: tuple[int, ...]) -> float:
     """Return the bytes of a logit while tokens are sampled, beside that in 16 bits."""
     if number < SORTS_UNTIL:
         return SORTED_BYTES
-    return SAMPLED_BYTES if number < CHARGED[1] else GUMBEL_BYTES
+    return SAMPLED_BYTES if number < OTHER_RUNNER_SINCE else GUMBEL_BYTES
 
 
 def reserved_bytes(
@@ -87,12 +90,12 @@ def reserved_bytes(
         return np.where(graphs > 0, outside, 0.0)
     largest = np.minimum(graphs, 2 * seqs * query)
     pieces, decodes = (
-        np.searchsorted(SIZES, size, side="right") for size in (largest, np.minimum(graphs, seqs * query))
+        np.searchsorted(GRAPH_SIZES, size, side="right") for size in (largest, np.minimum(graphs, seqs * query))
     )
     captured = np.where(whole == 0.0, pieces, pieces + decodes)
-    own = (OF_GRAPH * captured - GRAPH_BYTES) * model.num_layers / values[PP].clip(1)
-    is_charged = (whole != 0.0) & (CHARGED[0] <= number < CHARGED[1])
-    charged = np.where(is_charged, _charged_bytes(task, values, SIZES[decodes.clip(1) - 1] // query, tokens), 0.0)
+    own = (LAYER_GRAPH_BYTES * captured - GRAPH_BYTES) * model.num_layers / values[PP].clip(1)
+    is_charged = (whole != 0.0) & (CHARGES_SINCE <= number < OTHER_RUNNER_SINCE)
+    charged = np.where(is_charged, _charged_bytes(task, values, GRAPH_SIZES[decodes.clip(1) - 1] // query, tokens), 0.0)
     return np.where(graphs > 0, own + charged, 0.0)
 
 
@@ -107,10 +110,10 @@ def sparse_bytes(task: Task, context: IntArray, tokens: IntArray) -> FloatArray:
     found = np.zeros(context.shape)
     for mixer in mixer_counts(task.spec.model):
         if isinstance(mixer, LatentAttention) and mixer.indexer:
-            found = np.maximum(found, INDEX_KEYS * 132.0 * context)
+            found = np.maximum(found, INDEX_KEYS * mixer.index_bytes * context)
         if isinstance(mixer, CompressedAttention) and mixer.index_heads:
             keys = 8.0 * mixer.head_dim * (context / mixer.rate + mixer.window + tokens)
-            found = np.maximum(found, np.maximum(keys, INDEX_KEYS * 132.0 * context / mixer.rate) + SCORES)
+            found = np.maximum(found, np.maximum(keys, INDEX_KEYS * mixer.index_bytes * context) + SCORE_BYTES)
     return found
 
 

@@ -248,6 +248,10 @@ def test_a_misspelt_flag_is_found_without_an_installed_release() -> None:
         ENGINE.axes(cards(engine_args={"tensor-paralel-size": 2, "a-plugin-flag": 1}))
 
 
+def test_only_names_of_one_letter_have_one_dash() -> None:
+    assert server(cards(engine_args={"foo": 3, "x": 4})).argv[-4:] == ("--foo", "3", "-x", "4")
+
+
 def test_a_removed_flag_is_reported_with_its_replacement() -> None:
     with refuses("serve.engine_args.swap-space", match="kv-offloading-size"):
         ENGINE.axes(cards(engine_args={"swap_space": 4}))

@@ -29,7 +29,7 @@ CSV = {each: each for each in ("number", "way", "step_time_s", "tokens_per_secon
 @click.option("--model", metavar="MODEL", help=N_("This model instead of SPEC: a path or public name."))
 @click.option("--engine", metavar="NAME", help=N_("With --model: engine [default: megatron]."))
 @click.option("--nodes", type=click.IntRange(1), help=N_("Number of hosts [default: of SPEC, else 1]."))
-@click.option("--devices", type=click.IntRange(1), help=N_("Devices per host [default: of SPEC, else all]."))
+@click.option("--devices", type=click.IntRange(1), help=N_("Devices per host [default: of SPEC, all, or usual]."))
 @click.option("--top", type=click.IntRange(min=1), default=TOP, show_default=True, help="Number of candidates to list.")
 @options.chip()
 @options.plugins

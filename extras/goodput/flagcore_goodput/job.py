@@ -9,6 +9,7 @@ from annotated_types import Interval
 from pydantic import Field, ValidationInfo, model_validator
 
 from flagcore.domain.units import SECONDS, Fraction, InUnits, NoDevices, Rate, Size
+from flagcore.errors import UsageError
 from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import package_yaml, spec_error
 from flagcore.spec.validate import Context, Section, checked, rule
@@ -115,5 +116,8 @@ class JobDocument(Section):
 
 
 def read_job(file: Path, data: Mapping[str, Any]) -> Job:
-    """Return the job of a spec's data; without a section, all is unknown. Raises SpecError."""
+    """Return the job of a spec's data; without a section, all is unknown. Raises SpecError, UsageError."""
+    if data.get("train") is None:
+        text = N_("flag goodput is for training, but {file} has no section {section}")
+        raise UsageError(_(text, file=file, section="train"))
     return checked(JobDocument, {"job": data.get("job", {})}, Context(file=str(file), data=data)).job

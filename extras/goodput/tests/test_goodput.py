@@ -91,6 +91,9 @@ def test_only_training_has_a_job_and_only_ways_of_its_engine() -> None:
         with pytest.raises(SpecError) as caught:
             read_spec(data)
         assert caught.value.key == key
+    served.pop("job")
+    with pytest.raises(UsageError, match="has no section train"):
+        goodput(served)
 
 
 def test_a_changed_job_does_not_keep_a_run_from_being_resumed() -> None:

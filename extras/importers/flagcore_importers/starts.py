@@ -78,7 +78,7 @@ class Reader:
         elif re.search(r"(?m)^FROM\s", text) and re.search(r"(?m)^(CMD|ENTRYPOINT)\s", text):
             starts = [image_start(text, self.images)]
         elif _MANIFEST.match(text):
-            starts = _of_settings(words, text) or self._manifest(text, file.parent)
+            starts = _of_settings(words, text) or self._manifest(text, file)
         else:
             starts = self._of_script(tuple(words), text)
         for start in starts:
@@ -101,8 +101,9 @@ class Reader:
         programs = [each for job in jobs for each in self._inner(replace(batch, job=job, hosts=1))]
         return [each for each in programs if isinstance(each, Start)]
 
-    def _manifest(self, text: str, folder: Path) -> list[Start]:
-        """Return the programs of manifests, Helm values or a compose file in `folder`. Raises UsageError."""
+    def _manifest(self, text: str, file: Path) -> list[Start]:
+        """Return the programs of `file`: manifests, Helm values or a compose file with `text`. Raises UsageError."""
+        folder = file.parent
         try:
             text = re.sub(r"(?m)^\.\.\.$", "", text)  # parts of pages
             text = re.sub(r"(?m): \{\{ *\.?([\w.]+) *\}\}", r": '[\1]'", text)  # placeholders
@@ -117,7 +118,9 @@ class Reader:
             is_pair = any(each.role == HALVES[0] for each in found)  # a server that decodes alone prefills, too
             return found if is_pair else [replace(each, role="") for each in found]
         except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date
-            problem = _("the file is not valid YAML: {reason}", reason=" ".join(str(error).split()))
+            name = file.name if file.is_file() else "stdin"
+            reason = " ".join(str(error).split()).replace('in "<unicode string>",', "at")
+            problem = _("{file} is not valid YAML: {reason}", file=name, reason=reason)
             if re.search(r"(?m)\{\{|^\s*[$]?\{\w+\}", text):
                 problem = _(
                     "the file is a template: give it after `envsubst`, `helm template` or the like has filled it"

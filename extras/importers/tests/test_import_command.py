@@ -160,6 +160,20 @@ def test_unreadable_text_is_a_usage_error(words: list[str]) -> None:
         read_command("vllm", words)
 
 
+def test_a_flag_without_effect_is_not_replaced_with_what_others_mean() -> None:
+    words = "python -m sglang.launch_server --model-path model --dp-size 1 --speculative-algorithm EAGLE"
+    steps = " --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+    notes = {note.key: note.text for note in read_command(None, [words + steps]).notes}
+    assert "speculative_tokens" in notes["--speculative-num-steps"]
+    assert "speculative_tokens" not in notes["--dp-size"]
+
+
+def test_a_broken_yaml_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "pod.yaml").write_text("kind: Pod\nspec: [1,\n")
+    with pytest.raises(UsageError, match=r"^pod\.yaml .* at line \d+, column \d+"):
+        read_command(None, ["pod.yaml"])
+
+
 def test_login_shells_of_a_script_do_not_read_the_profile_of_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.inputs import SpecLike, loaded_plugins, spec_data
+from flagcore.api.inputs import SpecLike, loaded_plugins, read_spec, spec_data
 from flagcore.api.notes import LOG
 from flagcore.contracts import HostCheck, device_use
 from flagcore.domain.chip import MEMORY_IN_USE, TRAINED, Chip, Device, Fact, Support, slowness, usual_precision
@@ -114,7 +114,10 @@ def verdict(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def require_chip(spec: SpecLike) -> None:
-    """Raise UsageError if a plan of `spec` needs the name of a chip: it has none, and there is no accelerator here."""
+    """Raise UsageError if a plan of `spec` needs the name of a chip: it has none, and there is no accelerator here.
+
+    Raises SpecError if such a spec is invalid.
+    """
     data = spec_data(spec)[1]
     cluster, envs = (each if isinstance(each := data.get(key), Mapping) else {} for key in ("cluster", "envs"))
     if cluster.get("groups") or cluster.get("chip", AUTO) != AUTO:
@@ -126,6 +129,7 @@ def require_chip(spec: SpecLike) -> None:
         chips = [chip for name in sorted(found) if (chip := loaded.find_chip(name))]
         own = [chip.name for chip in chips if loaded.engine_support(chip, engine).shared_devices]
     if len(own) == len(found):
+        read_spec(spec)  # a misspelt section may be why it has no chip
         text = N_(
             "no accelerator was found here; name the chip to plan for with --chip; `flag plugins chips` lists all"
         )
@@ -232,7 +236,7 @@ def _rates(chip: Chip) -> list[dict[str, Any]]:
 def _slow_text(chip: Chip) -> str:
     """Return the rates of the precisions without a fast kernel, or an empty string if all are fast."""
     text = N_("{precision}: {rate}, {ratio} times slower than fp32")
-    slow = [each for each in _rates(chip) if each["precision"] in TRAINED and each["times_slower_than_fp32"] > 1.0]
+    slow = [each for each in _rates(chip) if each["precision"] in TRAINED and each["times_slower_than_fp32"] >= 1.05]
     ratios = [(each["precision"], _rate_text(each["tflops"]), each["times_slower_than_fp32"]) for each in slow]
     return "; ".join(_(text, precision=name, rate=rate, ratio=f"{ratio:.2g}") for name, rate, ratio in ratios)
 

@@ -198,12 +198,13 @@ LARGEST_SIZE = 1_000_003
 
 
 def _runs(problem: Problem) -> str:
-    """Return the name of what would run the trials: the user's command, or the engine in its own words."""
+    """Return the name of what would run the trials, the user's command or the engine, and the samples of a step."""
     spec, work = problem.task.spec, problem.task.spec.work
-    if text := work.runs_as:
-        return text
-    method = problem.engine.plans.runs_as(spec) or _("as {engine} runs it", engine=work.engine)
-    return _("{how}; with train.settings", how=method) if work.settings else method
+    text = work.runs_as or problem.engine.plans.runs_as(spec) or _("as {engine} runs it", engine=work.engine)
+    if samples := work.step_samples:
+        tokens = f"{work.step_tokens / samples:,.0f}"
+        text = _("{how}; a step has {samples:,} samples of {tokens} tokens", how=text, samples=samples, tokens=tokens)
+    return _("{how}; with train.settings", how=text) if work.settings and not work.runs_as else text
 
 
 def _assumed(task: Task) -> Mapping[str, Any]:

@@ -141,7 +141,7 @@ def _with_precision(
     precision = usable[0] if usable else TRAINED[-1]
     names = {"precision": precision, "chips": " and ".join(dict.fromkeys(chip.name for chip in chips))}
     slow = [
-        _("{precision} is {ratio} times slower than fp32", precision=name, ratio=f"{slowness(chip, name):.2g}")
+        _("{precision} is {ratio} times slower than fp32", precision=name, ratio=f"{slowness(chip, name):.3g}")
         for chip in {chip.name: chip for chip in chips}.values()
         for name in TRAINED[: TRAINED.index(precision)]
         if slowness(chip, name) > 1.0

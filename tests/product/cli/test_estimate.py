@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -60,14 +61,14 @@ def test_a_job_that_can_only_be_predicted_has_no_command_that_runs_it(flag: Flag
     model = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 512}
     train = {"engine": "megatron", "seq_length": 64, "global_batch_size": 4, "precision": "bf16"}
 
-    def said(**lengths: Any) -> tuple[bool, bool]:
+    def said(**lengths: Any) -> tuple[bool, bool, str]:
         data = {"model": model, "cluster": {"chip": "cpu", "devices_per_node": 2}, "train": {**train, **lengths}}
         (tmp_path / "job.yaml").write_text(yaml.safe_dump(data))
         text = flag("estimate", str(tmp_path / "job.yaml")).worked().err
-        return "flag tune" in text, "flag export" in text
+        return "flag tune" in text, "flag export" in text, re.findall(r"\d+ samples of \d+ tokens", text)[0]
 
-    assert said() == (True, True)
-    assert said(lengths={"mean": 16}) == said(adapter={"rank": 4}) == (False, False)
+    assert said() == (True, True, "4 samples of 64 tokens")
+    assert said(lengths={"mean": 16}) == said(adapter={"rank": 4}) == (False, False, "4 samples of 64 tokens")
 
 
 @pytest.mark.costly
@@ -201,6 +202,12 @@ def test_a_misspelt_chip_gets_suggestions(flag: Flag, project: Project, answered
     (answer,) = answered(job(cluster={"chip": "H100-X"}))
     assert answer["status"] == "unknown"
     assert nearest in answer["reason"]
+
+
+def test_a_misspelt_section_is_named_before_the_chip_that_is_missing_without_it(flag: Flag, tmp_path: Path) -> None:
+    text = {"model": "Qwen/Qwen3-8B", "clutser": {"chip": "H20"}, "serve": {"engine": "vllm"}}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(text))
+    flag("estimate", str(tmp_path / "own.yaml")).refused(2, "clutser", "cluster")
 
 
 @pytest.mark.parametrize(
@@ -366,6 +373,7 @@ def test_rules_as_csv_have_a_row_each(flag: Flag, project: Project) -> None:
         (("SPEC", "--like", ""), "--like ''"),
         (("SPEC", "--explain", "1", "--top", "3"), "--top and --all"),
         (("SPEC", "--engine", "vllm"), "--engine requires --model"),
+        *((("SPEC", "--rate", wrong), "--rate") for wrong in ("inf", "nan", "-1")),
         (("--jobs", "JOBS", "--explain", "moe"), "--explain requires SPEC"),
         (("--jobs", "JOBS", "--format", "csv"), "--format requires SPEC"),
         (("--jobs", "JOBS", "--top", "3"), "--top requires SPEC"),

@@ -82,16 +82,17 @@ class CompressedAttention(Mixer):
         return 2.0 * self.window * self.head_dim
 
     @property
-    def _index_bytes(self) -> float:
+    def index_bytes(self) -> float:
+        """The bytes per token in the cache of the indexer."""
         return Indexer(heads=self.index_heads, head_dim=self.index_dim, top_k=self.index_top_k).token_bytes / self.rate
 
     def token_bytes(self, element_bytes: float) -> float:
-        return self.head_dim * element_bytes / self.rate + self._index_bytes if self.rate else 0.0
+        return self.head_dim * element_bytes / self.rate + self.index_bytes if self.rate else 0.0
 
     def read(self, tokens: float) -> float:
         """The compressed keys that are chosen, and all keys of the indexer, relative to all keys in 16 bits."""
         if not self.index_heads:
             return tokens
         keys = 2.0 * self.head_dim / self.rate
-        read = min(tokens, self.index_top_k * self.rate) * keys + tokens * self._index_bytes
-        return read / (keys + self._index_bytes)
+        read = min(tokens, self.index_top_k * self.rate) * keys + tokens * self.index_bytes
+        return read / (keys + self.index_bytes)

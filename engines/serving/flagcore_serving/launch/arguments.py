@@ -100,10 +100,10 @@ class Arguments:
         """Add a note on each of the `written` flags that others, or knobs, stand for."""
         added = {name for name in self.values if name not in (*written, EP)}
         dropped = {name: value for name, value in written.items() if name not in self.values}
-        alone = {name: added & {*self._program.known_args({name: value})} for name, value in dropped.items()}
+        alone = {name: {*self._program.known_args({name: value})} for name, value in dropped.items()}
         rest = added.difference(*alone.values())
         for name, own in alone.items():
-            text = " and ".join(sorted(own or rest))
+            text = " and ".join(sorted(added & own or (rest if own else ())))
             effect = f"is replaced with {text}" if text else "dropped: has no effect"
             self._notes.note(f"--{name}", effect, "serve.engine_args")
 

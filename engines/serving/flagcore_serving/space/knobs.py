@@ -403,7 +403,7 @@ def as_words(args: Mapping[str, EngineArg], *, has_negation: bool) -> list[str]:
     """
     words: list[str] = []
     for name, value in args.items():
-        dashes = "-" if len(name) <= 3 and name.isalpha() else "--"
+        dashes = "-" if len(name) == 1 else "--"
         if value is None:
             continue
         if isinstance(value, bool):
