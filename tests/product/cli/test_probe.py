@@ -196,7 +196,7 @@ def test_a_custom_command_cannot_be_probed(flag: Flag, project: Project, control
 
 
 @NEEDS_MEGATRON
-@pytest.mark.costly
+@pytest.mark.long
 def test_two_nodes_are_tuned_by_probes_on_one_core(
     flag: Flag, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
