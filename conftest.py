@@ -95,6 +95,7 @@ def _no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep calibrations, and the files of torch, in folders of the tests' own, also in processes that they start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLAGCORE_HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("TEST_ANSWERS", str(tmp_path_factory.mktemp("answers")))  # of torch: `tests/machine`
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("torch")))
         patch.setattr("flagcore.cli.options.SILENT_S", 3600.0)  # a slow machine prints nothing more
         patch.setattr("flagcore.loading.limits._OWN_PROCESS", os.getpid())  # a fork of the tests is no trial

@@ -112,12 +112,13 @@ def test_hosts_that_fail_or_are_one_machine_under_two_names_are_refused() -> Non
 
 
 @REPORTED
-@pytest.mark.costly  # compares the speed of hosts
 @pytest.mark.usefixtures("reported")
 def test_a_host_that_cannot_be_used_makes_doctor_fail(
     tmp_path: Path, flag: Flag, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SSH, "channel", broken)
+    speeds = [HostSpeed(host="ann@a", products_s=(1.0,), link_s=None)]
+    monkeypatch.setattr(checks, "measure_speed", lambda *_: speeds)
     (tmp_path / "hosts.txt").write_text("ann@a\n")
     assert flag("doctor", "--hosts", "hosts.txt", "--json").code == 0
     (tmp_path / "hosts.txt").write_text("a\nb\n")
@@ -204,7 +205,7 @@ def test_hosts_are_compared_by_a_product_and_an_all_reduce() -> None:
         assert each.network
         assert each.network.nic_latency_seconds < 10.0
     with pytest.raises(LaunchError, match="no_such_module"):
-        measure_speed(launcher, host_check((), None).speed, ("127.0.0.1",), {**job, "preload": ["no_such_module"]})
+        measure_speed(launcher, (sys.executable, "-S", "-c", "import no_such_module"), ("127.0.0.1",), job)
 
 
 def test_slow_devices_and_networks_of_hosts_are_named() -> None:

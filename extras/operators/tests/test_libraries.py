@@ -20,7 +20,7 @@ from flagcore_operators.contract import OperatorLibrary, find_library
 from flagcore_operators.dispatched import Dispatcher
 from flagcore_operators.flaggems import FlagGems, VllmFl
 from flagcore_operators.measuring import _of_orders, avoided, calibrate_operators, choose
-from flagcore_operators.start import SET, effective
+from flagcore_operators.start import RECORD, SET, effective
 from flagcore_vendorkit.choices import CALIBRATED
 
 from extras.operators.tests.planted import BEST, MS, VARIABLE
@@ -138,7 +138,7 @@ def test_the_choice_from_published_times_is_the_best_of_each_operator_and_call()
 
 
 @pytest.mark.costly
-def test_torch_applies_a_choice_when_it_is_imported() -> None:
+def test_torch_applies_a_choice_and_records_when_it_is_imported(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     code = """
 import torch
@@ -151,8 +151,11 @@ assert ("mkldnn::_linear_pointwise" in names) is True, names
 assert torch.backends.cuda.flash_sdp_enabled() is False
 torch.testing.assert_close(found, left @ right.t().contiguous())
 """
-    variables = {SET: "torch:mm_nt=onednn,attention=math"}
+    variables = {SET: "torch:mm_nt=onednn,attention=math", RECORD: f"torch:{tmp_path}"}
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **variables})
+    (file,) = tmp_path.iterdir()
+    calls = {each["operator"]: each for each in json.loads(file.read_text())}
+    assert (calls["mm_nt"]["count"], {"onednn"} < {*calls["mm_nt"]["implementations"]}) == (1, True)
 
 
 PROGRAM = Path(__file__).with_name("planted.py")
@@ -192,7 +195,7 @@ def install(site: Path) -> None:
     (site / "planted.py").symlink_to(PROGRAM)
 
 
-@pytest.mark.costly
+@pytest.mark.long
 def test_the_planted_optimum_is_found_and_confirmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path / "site")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))

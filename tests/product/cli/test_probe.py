@@ -30,15 +30,15 @@ KNOBS = "tensor_model_parallel_size=2,pipeline_model_parallel_size=4,data_parall
 
 @NEEDS_MEGATRON
 @pytest.mark.costly
-def test_ranks_of_a_world_of_32_are_measured_on_one_core(flag: Flag, project: Project) -> None:
+@pytest.mark.parametrize("chosen", [(16,), pytest.param((), marks=pytest.mark.long)])  # a rank takes 5 s
+def test_ranks_of_a_world_of_32_are_measured_on_one_core(flag: Flag, project: Project, chosen: tuple[int, ...]) -> None:
     folder = project.folder / "kept"
-    completed = flag(
-        "probe", project.spec(**WORLD), "--candidate", TWO_STAGES, "--json", "--folder", str(folder)
-    ).worked()
+    words = ["--candidate", TWO_STAGES, "--json", "--folder", str(folder)]
+    completed = flag("probe", project.spec(**WORLD), *words, *(f"--rank={rank}" for rank in chosen)).worked()
     (found,) = json.loads(completed.out)
     assert found["devices"] == 32
     assert found["candidate"]["pipeline_model_parallel_size"] == 2
-    assert [rank["rank"] for rank in found["ranks"]] == [0, 16]
+    assert [rank["rank"] for rank in found["ranks"]] == [*(chosen or (0, 16))]
     for rank in found["ranks"]:
         assert rank["state"] == "measured", rank["reason"]
         assert rank["stage"] == rank["rank"] // 16
@@ -52,7 +52,7 @@ def test_ranks_of_a_world_of_32_are_measured_on_one_core(flag: Flag, project: Pr
     assert combined["time"]["compute_s"] == slowest
     assert combined["time"]["pp_comm_s"] == found["predicted"]["time"]["pp_comm_s"]
     assert combined["memory"]["fits"] is True
-    assert "flag: probing rank 0 of 32: " in completed.err
+    assert f"flag: probing rank {found['ranks'][0]['rank']} of 32: " in completed.err
     assert project.all_gone()
 
 
@@ -196,7 +196,7 @@ def test_a_custom_command_cannot_be_probed(flag: Flag, project: Project, control
 
 
 @NEEDS_MEGATRON
-@pytest.mark.costly
+@pytest.mark.long
 def test_two_nodes_are_tuned_by_probes_on_one_core(
     flag: Flag, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,7 +195,7 @@ def test_job_that_cannot_be_read_exits_with_2_and_no_traceback(tmp_path: Path) -
     assert stderr.count("\n") == 1
 
 
-@pytest.mark.costly
+@pytest.mark.long
 def test_steps_are_written_while_the_trial_runs_and_sigterm_ends_its_ranks(tmp_path: Path) -> None:
     out = tmp_path / "out"
     program = start(tmp_path, trial_jobs.make_job(out, DENSE, train=ENDLESS, data_parallel_size=2))
@@ -240,6 +240,13 @@ def test_killing_the_parent_leaves_no_rank(sleeping: tuple[subprocess.Popen[str]
     program, pids = sleeping
     program.kill()
     assert within(30, lambda: not any(is_running(pid) for pid in pids))
+
+
+def test_sigterm_ends_the_ranks(sleeping: tuple[subprocess.Popen[str], list[int]]) -> None:
+    program, pids = sleeping
+    program.terminate()
+    assert program.wait(timeout=30) == 128 + signal.SIGTERM
+    assert not any(is_running(pid) for pid in pids)
 
 
 def test_a_rank_that_dies_ends_the_others(sleeping: tuple[subprocess.Popen[str], list[int]]) -> None:
