@@ -174,6 +174,8 @@ def _show_candidate(estimate: api.Estimate, number: int, name: str, form: str) -
     record = of_name[number] if number in of_name else estimate.candidates[number - 1]
     details = {"chip": estimate.chip, "devices": estimate.devices, **record, "model": list(estimate.model)}
     details |= {"notes": list(estimate.notes)} if estimate.notes else {}
+    if number == 0 and estimate.unmet:  # such as: it isn't the job's own layout, because that is predicted not to fit
+        options.say(estimate.unmet)
     title = {PLAN: _("Recommended"), 0: _("Baseline")}.get(number) or _("Candidate {number}", number=number)
     if form == "table":
         options.show(detail_text(details, title, estimate.knobs, estimate.labels))

@@ -72,6 +72,28 @@ def test_a_job_that_can_only_be_predicted_has_no_command_that_runs_it(flag: Flag
 
 
 @pytest.mark.costly
+def test_a_baseline_that_is_predicted_not_to_fit_is_explained_with_the_reason_why_it_is_tried(
+    flag: Flag, tmp_path: Path
+) -> None:
+    model = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32}
+    data = {
+        "model": {**model, "vocab_size": 128256},
+        "cluster": {"chip": "H100-SXM", "devices_per_node": 8},
+        "train": {"engine": "deepspeed", "seq_length": 4096, "global_batch_size": 8, "precision": "bf16"},
+        "auto_tuner": {
+            "space": {"zero_stage": [3], "offload_optimizer": ["none"], "micro_batch_size": [1]},
+            "baseline": {"zero_stage": 0},
+        },
+    }
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(data))
+    explained = flag("estimate", str(tmp_path / "job.yaml"), "--explain", "baseline").worked()
+    assert explained.out.startswith("Baseline on 8 x H100-SXM: ZeRO 0, ")
+    assert "the baseline is predicted to need" in explained.err
+    best = flag("estimate", str(tmp_path / "job.yaml"), "--explain", "1").worked()
+    assert "the baseline is predicted to need" not in best.err
+
+
+@pytest.mark.costly
 def test_one_candidate_is_explained_by_its_number_in_the_list(flag: Flag, answer: Answer, project: Project) -> None:
     spec = project.spec()
     second = answer("estimate", spec, "--all")[1]
