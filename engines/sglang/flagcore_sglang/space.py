@@ -54,6 +54,10 @@ _MIN_POOL = 4096
 _STEPS = (20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512), (math.inf, 16384, 512, 512)
 """SGLang's defaults by memory of a device: (below this many GiB, chunked_prefill_size, largest decode graph for TP < 4,
 largest decode graph for TP >= 4). Source: `memory_hook.py`."""
+_STEPS_ON_ASCEND = (33, 4096, 16, 64), (65, 8192, 64, 256)
+"""Those on Ascend up to 64 GiB (0.5.8 to 0.5.23 `hardware_backend/npu/utils.py`)."""
+_PAGES = {"ascend": 128, "mthreads": 64}
+"""The default tokens of a page by vendor, if not 1 (the same file, and 0.5.23 `arg_groups/overrides.py`)."""
 
 PROMPT_GRAPHS = (*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64))
 """Tokens of the graphs of prompts, before sizes in steps of 256 to 4,096, and of 512 (`cuda_graph_hook.py`)."""
@@ -196,9 +200,9 @@ def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
 
     `tensor`: the tp-size of each candidate.
     """
-    gib = Hardware.of(task).memory_bytes / 2**30
+    gib, own = Hardware.of(task).memory_bytes / 2**30, task.cluster.groups[0].chip.vendor == "ascend"
     unknown = (4096, 160, 160)
-    chunk, small, large = next((step[1:] for step in _STEPS if gib < step[0]), unknown)
+    chunk, small, large = next((each[1:] for each in (*_STEPS_ON_ASCEND * own, *_STEPS) if gib < each[0]), unknown)
     graph = largest_graph(task) or np.where(tensor < 4, small, large)
     return np.full_like(tensor, chunk), np.full_like(tensor, graph)
 
@@ -295,14 +299,14 @@ def page_sizes(task: Task, columns: Columns) -> IntArray:
     """Return the tokens of a page: `own_page`, or 64 in place of sizes that `trtllm_mha` does not have.
 
     On the compute capability 10 without latent attention, it is the default backend without drafts, and `fa4` has 128.
-    Moore Threads' default is 64, that of MiniMax-M3 on H100 and B200 128, others 1 (0.5.12 `server_args.py`, 0.5.23
-    `arg_groups/overrides.py`, `model_overrides`).
+    The default of MiniMax-M3 on H100 and B200 is 128 (0.5.12 `server_args.py`, 0.5.23 `arg_groups/overrides.py`,
+    `model_overrides`).
     """
     if own := own_page(task):
         return np.full_like(columns[PAGE], own)
     chip, given = task.cluster.groups[0].chip, columns[BACKEND]
     has_large = task.spec.model.family.startswith("minimax_m3") and chip.architecture.startswith(("sm_9", "sm_10"))
-    page = or_default(columns[PAGE], 128 if has_large else 64 if chip.vendor == "mthreads" else 1)
+    page = or_default(columns[PAGE], 128 if has_large else _PAGES.get(chip.vendor, 1))
     is_new = chip.architecture.startswith("sm_10") and not latent_layers(task.spec.model)
     is_default = (given == 0) & (columns[SPECULATION] == 0) & is_new
     sizes = PROGRAM.block_sizes[TRTLLM]

@@ -11,6 +11,7 @@ from flagcore_models.mixers.attention import Indexer
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_serving.space.placement import instance_kinds
 from flagcore_sglang.engine import ENGINE as ENGINE
+from flagcore_sglang.space import memory_defaults
 
 from engines.models.tests.examples import mixed
 from engines.serving.tests.engines.tasks import GIB, broken, merged, planned, row, server, settings
@@ -237,13 +238,34 @@ def test_a_page_has_a_size_that_the_attention_backend_supports(
 
 @pytest.mark.parametrize(
     ("chip", "family", "page"),
-    [({"vendor": "mthreads"}, "", 64), ({}, "minimax_m3", 128), ({"architecture": "gfx950"}, "minimax_m3", 1)],
+    [
+        ({"vendor": "mthreads"}, "", 64),
+        ({"vendor": "ascend"}, "", 128),
+        ({}, "minimax_m3", 128),
+        ({"architecture": "gfx950"}, "minimax_m3", 1),
+    ],
 )
 def test_a_page_has_another_default_on_some_chips_and_for_some_models(
     chip: dict[str, str], family: str, page: int
 ) -> None:
     task = cards(chip={"architecture": "sm_90", **chip}, model=replace(DENSE, family=family))
     assert (settings(task).block_size.item(), settings(task, page_size=1).block_size.item()) == (page, 1)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "gib", "tensor", "expected"),
+    [
+        ("ascend", 64, 2, (8192, 64)),
+        ("ascend", 64, 8, (8192, 256)),
+        ("ascend", 32, 1, (4096, 16)),
+        ("nvidia", 64, 2, (8192, 256)),
+    ],
+)
+def test_ascends_prompts_and_graphs_have_defaults_of_their_own(
+    vendor: str, gib: int, tensor: int, expected: tuple[int, int]
+) -> None:
+    task = cards(chip={"vendor": vendor}, memory=gib * GIB)
+    assert tuple(each.item() for each in memory_defaults(task, np.array([tensor]))) == expected
 
 
 def test_muse_spark_caches_fp8_by_default() -> None:

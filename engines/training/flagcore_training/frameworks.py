@@ -41,7 +41,8 @@ def has_tiled_loss(spec: Spec) -> bool:
     if name is None or TILED_LOSS not in TABLES[name]["keys"]:
         return bool(TABLES[name].get(TILED_LOSS) if name else spec.train.assumed.get(TILED_LOSS))
     with suppress(SpecError):  # its files are elsewhere
-        return reading(spec).is_on(TILED_LOSS)
+        has_kernel = re.search(TABLES[name].get("tiled_families", ""), spec.model.family)
+        return bool(has_kernel) and reading(spec).is_on(TILED_LOSS)
     return False
 
 
