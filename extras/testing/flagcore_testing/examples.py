@@ -1,6 +1,7 @@
 """Test data for checks of plugins: a small task, a chip that no plugin lists, and arguments for every hook."""
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from flagcore.domain.chip import Chip, Device
@@ -30,12 +31,15 @@ def group_of(chip: Chip) -> NodeGroup:
 
 def task_on(chip: Chip, engine: str = "megatron") -> Task:
     """Return a task of `engine` with a small model on one node of `chip`. An engine that is not installed trains."""
-    job = kinds().get(kind_of(engine), TrainSpec)
-    sizes: Any = {"seq_length": 128, "global_batch_size": 16} if job is TrainSpec else {"loads": ()}
-    sizes = getattr(job, "example", sizes)
-    work = job(engine=engine, precision="bf16", **sizes)
-    spec = Spec(model=MODEL, cluster=ClusterSpec(chip=chip.name), work=work)
+    spec = Spec(model=MODEL, cluster=ClusterSpec(chip=chip.name), work=_work(engine, kind_of(engine)))
     return Task(spec=spec, cluster=Cluster(groups=(group_of(chip),)))
+
+
+@cache  # a plugin has tasks for each of its chips
+def _work(engine: str, kind: str) -> Any:
+    job = kinds().get(kind, TrainSpec)
+    sizes: Any = {"seq_length": 128, "global_batch_size": 16} if job is TrainSpec else {"loads": ()}
+    return job(engine=engine, precision="bf16", **getattr(job, "example", sizes))
 
 
 def example_calls(chip: Chip) -> Iterator[tuple[str, Mapping[str, object]]]:
