@@ -113,7 +113,7 @@ def rules_of(task: Task) -> tuple[Rule, ...]:
             (TP,),
             N_("{option} turns the hybrid cache manager off, without which vllm starts no model with states"),
             lambda c: (c[TP] > 0) & bool(unhybrid and state_bytes(task.spec.model)),
-            option=unhybrid,
+            option=unhybrid or connectors.NO_HYBRID,
         ),
         rules.rule(
             "staged_drafts",
