@@ -345,9 +345,8 @@ class Rate(click.FloatRange):
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         number: Any = str(value).removesuffix("/s")
         number = value if value == "auto" else super().convert(number, param, ctx)
-        if number != number:  # NaN is in each range
-            self.fail(_("{value} is not a number", value=value), param, ctx)
-        return number
+        is_nan = number != number  # which is in each range
+        return self.fail(_("{value} is not a number", value=value), param, ctx) if is_nan else number
 
 
 _RATE = N_("Servers: requests per second that arrive, instead of the load of the spec; auto: the most within limits.")

@@ -248,16 +248,19 @@ def knobs_text(knobs: Sequence[Mapping[str, Any]]) -> str:
         in_space = _("yes") if knob["in_space"] else _("no")
         rows.append([knob["knob"], value.lower(), in_space, time, f"x{_range(effect['memory'])}", set_by])
     heading = _("Knobs of plugins; `auto` in a space includes those that can be launched:")
-    details = [_("{knob}: {text}. ", knob=each["knob"], text=_(each["help"])) + _details(each) for each in knobs]
+    details = [_details(each, before) for each, before in zip(knobs, [{}, *knobs], strict=False)]
     headings = [_("knob"), _("value"), _("in space"), _("time"), _("peak memory"), _("set by")]
     return "\n".join([heading, table(headings, rows), "", *details])
 
 
-def _details(knob: Mapping[str, Any]) -> str:
+def _details(knob: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """Return what a knob does, requires and claims, and its sources, unless the one `before` has the same."""
+    text = _("{knob}: {text}. ", knob=knob["knob"], text=_(knob["help"]))
     requires = _("Requires {knobs}. ", knobs=", ".join(map(_, knob["needs"]))) if knob["needs"] else ""
     claim = _("Claim: {claim}. ", claim=_(knob["claim"])) if knob["claim"] else ""
     effect = _(" Effect: {effect}.", effect=knob["effect"]) if knob["effect"] else ""
-    return f"{requires}{claim}({knob['source']}){effect}"
+    is_same = all(knob[key] == before.get(key) for key in ("source", "effect"))
+    return text + requires + claim + (_("(as above)") if is_same else f"({knob['source']}){effect}")
 
 
 def _range(factor: Mapping[str, float]) -> str:

@@ -49,7 +49,7 @@ def spec_error(key: KeyPath | str, problem: str, *, value: object = None, fix: s
         return error
     return SpecError(
         key=_shorten_start(name, 60),
-        problem=_shorten_end(problem, 110),
+        problem=_shorten_end(problem, 110 if fix else 190),
         value=value,
         fix=_shorten_end(fix, 80),
         file=_shorten_start(file, 60),

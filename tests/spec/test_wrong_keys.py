@@ -11,6 +11,7 @@ import pytest
 from flagcore.domain.knob import Effect, Knob
 from flagcore.errors import SpecError
 from flagcore.spec.convert import parse_spec
+from flagcore.spec.plain_data import spec_error
 from flagcore.spec.validate import MAX_PROBLEMS
 from tests.spec.conftest import read_spec
 from tests.tasks import ENGINES, SHAPE
@@ -185,6 +186,13 @@ def test_python_objects_are_bounded_too() -> None:
             parse_spec(data, file="here", base=Path(), engines=ENGINES)
         assert caught.value.file == "here"
         assert len(str(caught.value)) < 400
+
+
+def test_a_long_rule_has_the_room_of_a_fix_that_is_missing() -> None:
+    rule = "must be " + ", ".join(f"metric{number}" for number in range(60))
+    alone, fixed = (spec_error("key", rule, value="x", fix=fix) for fix in ("", "choose one"))
+    assert len(alone.problem) > len(fixed.problem) > 100
+    assert len(str(alone)) < 400
 
 
 def error_in(shape: dict[str, int], space: dict[str, Any], *plugin_knobs: Knob) -> SpecError:

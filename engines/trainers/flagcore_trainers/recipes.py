@@ -86,7 +86,7 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
     shape = model_from(section, base=directory)
     own, baseline = _part(read, shape, devices, replicas, notes)
     is_split = read.is_on("fsdp") or baseline.get("zero_stage") == 3
-    is_peft = "adapter" in train and not read.on_megatron and "peft.dim" not in read.keys["rank"].names
+    is_peft = "adapter" in train and not read.on_megatron and "own_adapters" not in read.row
     if is_peft and "targets" in train["adapter"]:
         named, other = by_own_name(shape, _targets(read.value("targets")))
         train["adapter"]["targets"] = adapter_section("lora", None, named).get("targets", train["adapter"]["targets"])
@@ -258,7 +258,8 @@ def _note_layers(targets: Any, section: Mapping[str, Any], notes: Notes) -> None
     if other := [name for name, each in last.items() if not _ALL.fullmatch(name) and each not in (*NAMES, *TARGETS)]:
         text = "left out" if "targets" in section else "taken as all linear layers"
         notes.note("adapter", f"{', '.join(other)[:80]}: unknown layers, {text}", "train.adapter")
-    shared = [name for name in last if SHARED in name] if any(SHARED not in name for name in last) else []
+    found = [name for name in last if SHARED.search(name)]
+    shared = found if len(found) < len(last) else []
     if apart := [name for name in last if "expert" in name and name not in (*other, *shared)]:
         text = "taken as layers of this name in all networks and experts"
         notes.note("adapter", f"{', '.join(apart)[:80]}: {text}", "train.adapter")

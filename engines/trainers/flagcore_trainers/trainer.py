@@ -124,7 +124,7 @@ class Trainer(Engine):
         return meaning.predict(task, numbers, costs, self.states(task), self.buffers(task, columns, numbers))
 
     def states(self, task: Task) -> sections.StateSection:
-        """Return the bytes of the model states."""
+        """Return the bytes of each weight's gradient, main copy and moments."""
         return self.described.state_bytes
 
     def buffers(self, task: Task, columns: Columns, numbers: Mapping[str, IntArray]) -> Mapping[str, FloatArray] | None:

@@ -350,7 +350,7 @@ def test_adapters_of_shared_experts_are_none_of_routed_experts(tmp_path: Path, m
     """PEFT compares the ends of paths: mlp.shared_expert.up_proj is no layer of routed experts."""
     monkeypatch.chdir(tmp_path)
     text = "adapter: qlora\nload_in_4bit: true\nlora_target_modules: [q_proj, linear_attn.in_proj_qkvz, {}]"
-    shared = _axolotl(tmp_path, text.format("shared_expert.up_proj, shared_expert.gate_proj"))
+    shared = _axolotl(tmp_path, text.format("shared_expert.up_proj, shared_experts.gate_proj"))
     assert shared["train"]["adapter"]["targets"] == ["q_proj", "in_proj"]
     routed = _axolotl(tmp_path, text.format("up_proj, gate_proj"))
     assert routed["train"]["adapter"]["targets"] == ["q_proj", "in_proj", "up_proj", "gate_proj"]

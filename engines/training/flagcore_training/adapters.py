@@ -51,7 +51,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     **{f"in_proj_{each}": ("in_proj",) for each in ("qkvz", "qkv", "ba", "z", "b", "a")},
 }
 """The targets of other names of layers: those of Megatron, and of families of models in transformers."""
-SHARED = "shared_expert."
+SHARED = re.compile(r"shared_experts?\.")
 """What is in the path of a layer of shared experts, whose adapters are no adapters of routed experts."""
 TARGETS = get_args(Target)
 NOTED = re.compile(
@@ -100,7 +100,7 @@ def adapter_section(kind: str, rank: object, names: object = None, base: str | N
     shared experts are left out beside others: they are few, and would stand for those of all routed experts.
     """
     given = layer_names(names)
-    given = [name for name in given if SHARED not in name] or given
+    given = [name for name in given if not SHARED.search(name)] or given
     last = [name.rsplit(".", 1)[-1].strip("*") for name in given]
     targets = list(dict.fromkeys(each for name in last for each in NAMES.get(name, (name,)) if each in TARGETS))
     kind = "qlora" if base and kind != "dora" else kind if kind in ("dora", "qlora") else "lora"

@@ -114,10 +114,7 @@ def verdict(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def require_chip(spec: SpecLike) -> None:
-    """Raise UsageError if a plan of `spec` needs the name of a chip: it has none, and there is no accelerator here.
-
-    Raises SpecError if such a spec is invalid.
-    """
+    """Raise UsageError if a plan of a valid `spec` needs the name of a chip: it has none, and nothing is found here."""
     data = spec_data(spec)[1]
     cluster, envs = (each if isinstance(each := data.get(key), Mapping) else {} for key in ("cluster", "envs"))
     if cluster.get("groups") or cluster.get("chip", AUTO) != AUTO:

@@ -26,6 +26,7 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import SpecError
 from flagcore.plugins import LoadedPlugins, engine_of, here, load_plugins, names
+from flagcore.report.explanation import knobs_text
 from flagcore.spec.convert import parse_spec
 from flagcore.tuner.effects import effects_of_row
 from flagcore.tuner.problem import build_problem, candidate_columns
@@ -261,6 +262,13 @@ def test_explain_reports_every_knob_of_the_chip(install: Install, tmp_path: Path
     assert not found["acme_fused"]["in_space"]
     assert "train.command" in found["acme_fused"]["not_launched"]["True"]
     assert found["acme_secret"]["source"] == "published: made up"
+
+
+def test_a_source_of_several_knobs_in_a_row_is_written_once() -> None:
+    knob = {"knob": "acme_a", "help": "x", "claim": "", "needs": [], "effect": "", "source": "published: made up"}
+    knob |= {"in_space": False, "effects": [], "not_launched": {}}
+    text = knobs_text([knob, {**knob, "knob": "acme_b"}, {**knob, "knob": "acme_c", "source": "measured: here"}])
+    assert (text.count("published: made up"), text.count("measured: here")) == (1, 1)
 
 
 def test_a_trial_prunes_only_its_own_value_of_an_unordered_knob() -> None:
