@@ -144,9 +144,9 @@ _MODULES = {
     DENSE: ("model.layers.0.mlp.down_proj",),
     SHARED: ("model.layers.{middle}.mlp.shared_experts.down_proj", "model.layers.{middle}.mlp.shared_expert.down_proj"),
     EXPERTS: ("model.layers.{middle}.mlp.experts.0.down_proj",),
-    MTP: ("mtp.layers.0.mlp.down_proj",),
+    MTP: ("mtp.layers.0.mlp.{network}down_proj",),
 }
-"""The modules of each part of a model, as checkpoints name them."""
+"""The modules of each part of a model, as checkpoints name them. `network`: the expert of a mixture."""
 _IGNORED = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
 """Keys of a quantization_config with the modules that it leaves out."""
 _GROUP = 128
@@ -193,6 +193,7 @@ def quantization(spec: Spec) -> Quantization | None:
         wide=_wide_parts(
             tuple(str(each) for key in _IGNORED if isinstance(found.get(key), list) for each in found[key]),
             spec.model.num_layers // 2,
+            "experts.0." if spec.model.num_moe_experts else "",
         ),
         experts="mxfp4" if has_fp4_experts and name == spec.serve.precision else "",
         attention=str(found.get("attention_dtype", "")) if public and public[1] == spec.serve.precision else "",
@@ -209,10 +210,10 @@ def _block_sizes(found: Mapping[str, Any]) -> list[int]:
 
 
 @lru_cache
-def _wide_parts(patterns: tuple[str, ...], layer: int) -> frozenset[str]:
+def _wide_parts(patterns: tuple[str, ...], layer: int, network: str) -> frozenset[str]:
     """Return the parts of which `patterns` of a quantization_config leave out a module of a `layer`. Cached: there may
     be many, and each candidate's memory needs them."""
-    modules = [(part, each.format(middle=layer)) for part, names in _MODULES.items() for each in names]
+    modules = [(part, each.format(middle=layer, network=network)) for part, names in _MODULES.items() for each in names]
     return frozenset(part for each in patterns for part, module in modules if _matches(each, module))
 
 

@@ -3,6 +3,7 @@ the layers of a model require of candidates: blocks, states, graphs, a baseline 
 Large spaces are cut while they are built, and keep the candidates that the whole space has at the top."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,7 @@ def test_the_scales_and_the_wide_parts_of_a_checkpoint_are_read(
 def test_a_public_name_has_the_context_and_the_format_of_its_checkpoint(
     name: str, context: int, weights: Quantization | None
 ) -> None:
-    spec = planned("vllm", weights=name).spec
+    spec = planned("vllm", weights=name, model=replace(MODEL, num_moe_experts=8)).spec
     assert context_limit(spec) == context
     assert quantization(spec) == weights
 
