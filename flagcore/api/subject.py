@@ -19,7 +19,6 @@ from flagcore.report.explanation import causes_text
 from flagcore.tuner.feasibility import nothing_fits_text
 from flagcore.tuner.problem import listed_last, recommended_row, rows_by_time
 from flagcore.tuner.stages.build import canonical
-from flagcore.tuner.strategies.learned import believed
 
 UNSET = 0.25
 """The distance of a knob that only one of two candidates sets: small, because such knobs often depend on others."""
@@ -103,7 +102,11 @@ class Subject:
         It is None for a spec, or if the run has no trials.
         """
         snapshot, row = self.snapshot, self.row
-        return believed(snapshot.context, row) if snapshot.has_trials and row is not None else None
+        if not snapshot.has_trials or row is None:
+            return None
+        from flagcore.tuner.strategies.learned import believed  # only trials need SciPy
+
+        return believed(snapshot.context, row)
 
     @cached_property
     def scaled_s(self) -> float | None:

@@ -268,9 +268,10 @@ def test_help_imports_nothing_heavy(project: Project, arguments: tuple[str, ...]
     assert imported(project, HEAVY, *arguments) == []
 
 
-def test_a_plan_imports_nothing_that_only_trials_need(project: Project) -> None:
-    unused = ("scipy", "optuna", "torch", "asyncio", "flagcore_rl")
-    assert imported(project, unused, "estimate", project.spec(cluster={"nodes": 2})) == []
+@pytest.mark.parametrize("command", [("estimate",), ("explain",), ("export", "--to", "toy", "--output", "out")])
+def test_a_plan_imports_nothing_that_only_trials_need(project: Project, command: tuple[str, ...]) -> None:
+    unused = ("scipy", "threadpoolctl", "optuna", "torch", "asyncio", "flagcore_rl")
+    assert imported(project, unused, command[0], project.spec(cluster={"nodes": 2}), *command[1:]) == []
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")

@@ -45,8 +45,8 @@ GROUPS = ("flagcore.plugins", "flagcore.engines", "flagcore.kinds", "flagcore.mo
 """The groups of entry points whose packages predict."""
 MOST_ENTRIES = 1000
 """The most entries of a folder that count. More have folders of data sets, which a spec may name."""
-PASSING = {"_", "OLDPWD", "PWD", "SHLVL"}
-"""Variables that a shell changes from command to command."""
+PASSING = {"_", "OLDPWD", "PWD", "SHLVL", "KMP_DUPLICATE_LIB_OK"}
+"""Variables that a shell changes from command to command, and one that threadpoolctl 3.8 sets when it is imported."""
 
 
 class Named:
