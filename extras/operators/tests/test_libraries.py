@@ -423,7 +423,7 @@ def test_an_order_is_avoided_like_its_first_implementation() -> None:
 def test_operators_that_flaggems_leaves_out_have_one_implementation(
     monkeypatch: pytest.MonkeyPatch, vendor: str, is_off: bool
 ) -> None:
-    """5.0.2 leaves `copy_` out on Ascend whatever `enable` is told, and nothing on NVIDIA's chips."""
+    """5.0.2 leaves `copy_` out on Ascend regardless of the arguments of `enable`, and nothing on NVIDIA's chips."""
     gems = ModuleType("flag_gems")
     gems.__spec__ = ModuleSpec("flag_gems", None)
     backend = SimpleNamespace(get_unused_ops=lambda _vendor: ["copy_"])
