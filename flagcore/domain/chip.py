@@ -246,7 +246,7 @@ def similar_chips(word: str, chips: Iterable[Chip]) -> tuple[str, ...]:
         every = (word, chip.name, *chip.aliases, chip.name.split("-")[0])
         searched, *names, family = (normalize_name(each).removeprefix(vendor).translate(LOOKALIKES) for each in every)
         similarity = max(SequenceMatcher(None, searched, name).ratio() for name in (*names, family))
-        parts = [name for name in names if name and not searched.partition(name)[2][:1].isdigit()]  # not a part of its number
+        parts = [name for name in names if name and not searched.partition(name)[2][:1].isdigit()]  # a whole number
         if len(searched) > 1 and any(searched in name or name in searched for name in parts):
             containing.append((-SequenceMatcher(None, searched, names[0]).ratio(), chip.name))
         elif similarity >= MIN_SIMILARITY if len(searched) > 3 else searched[:1] == family[:1] and similarity >= 0.66:
