@@ -6,6 +6,7 @@ of anonymous memory since its process groups were created; the clock is the time
 """
 
 import ctypes
+import gc
 import json
 import os
 import socket
@@ -45,18 +46,22 @@ class Cpu:
         return time.thread_time()
 
     def set_baseline(self) -> None:
-        """Exclude the memory that is allocated so far, such as that of process groups, from the measurements."""
+        """Exclude the memory that is allocated so far, such as that of process groups, from the measurements.
+
+        What is freed goes first, because memory that is returned later would count as negative.
+        """
+        gc.collect()
+        _return_freed()
         self.start_peak()
-        self._baseline = _status_bytes("VmRSS") - _status_bytes("RssFile")
+        self._baseline = _anonymous_bytes()
 
     def reset_after_build(self) -> None:
         """Do nothing, because on a CPU the peak is in training, not while the model is built."""
 
     def allocated_bytes(self) -> int:
         """Return the bytes of anonymous memory above the baseline, after freed blocks are returned to the system."""
-        with suppress(AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
-        return max(0, _status_bytes("VmRSS") - _status_bytes("RssFile") - self._baseline)
+        _return_freed()
+        return max(0, _anonymous_bytes() - self._baseline)
 
     def start_peak(self) -> None:
         """Reset the system's peak of resident memory, if the process has the permission to do so."""
@@ -143,6 +148,16 @@ def _set_mmap_threshold(size: int) -> None:
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, size)
         library.mallopt(_M_TRIM_THRESHOLD, 2 * size)
+
+
+def _return_freed() -> None:
+    """Return freed blocks to the system, if the C library can."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _anonymous_bytes() -> int:
+    return _status_bytes("RssAnon") + _status_bytes("RssShmem")
 
 
 def _status_bytes(field: str) -> int:
