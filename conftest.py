@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark slow tests, repeat them once if they fail, and put first what takes long, or shuffle.
+    """Mark slow tests, and put first what takes long, or shuffle.
 
     Slow are tests of SHARED and SLOW_CHECKS, and costly ones. A long file at the end keeps one process busy alone.
     """
@@ -53,7 +53,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.name.startswith("test_conformance["):
             item.add_marker("costly")
         if item.get_closest_marker("slow") or item.get_closest_marker("long"):
-            item.add_marker(pytest.mark.flaky(reruns=1))  # real processes and clocks; `-rR` lists what was repeated
             slow[item.path] += 1
 
     def order(item: pytest.Item) -> tuple[bool, bool, int]:

@@ -78,7 +78,6 @@ DEV = [
     "pre-commit>=3.5",
     "pytest>=8",
     "pytest-cov>=5",
-    "pytest-rerunfailures>=16",
     "pytest-timeout>=2.3",
     "regex>=2024.5",
     "ruff>=0.6",

@@ -2,6 +2,9 @@
 
 A fork starts with all modules of tests imported. It takes the tests of one file after the other, or as the marks
 `together` and `spread` say, and sends its reports to the first process.
+
+A test of REPEATED that fails runs once more at the end, with fixtures of its own while no other test runs: it has real
+processes and clocks, which a busy machine delays. The summary lists it as `RERUN`.
 """
 
 import gc
@@ -19,6 +22,10 @@ from typing import Any, NoReturn
 
 import pytest
 
+REPEATED = ("slow", "long")
+"""Marks of tests that may fail once."""
+RERUN = "rerun"
+"""The outcome of a report that failed and is repeated."""
 Scope = list[int]
 """Places in the list of all tests that one fork runs one after the other."""
 
@@ -31,6 +38,8 @@ class Fork:
     channel: "Connection[Any, Any]"
     running: int | None = None
     left: deque[int] = field(default_factory=deque)
+    reports: list[pytest.TestReport] = field(default_factory=list)
+    """Of the test that is running."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,18 +57,27 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         reporter.showfspath = False  # tests of several files report in turns
     gc.collect()
     gc.freeze()
-    scopes, forks = deque(_scopes(session.items)), set[Fork]()
+    failed: Scope = []
+    _run(session, deque(_scopes(session.items)), option.forks, failed)
+    repeated = [session.items[place] for place in failed]
+    _run(session, deque([failed[place] for place in scope] for scope in _scopes(repeated)), 1, None)
+    return True
+
+
+def _run(session: pytest.Session, scopes: "deque[Scope]", count: int, failed: Scope | None) -> None:
+    """Run scopes in `count` forks at a time. `failed` takes the tests that are to be repeated, if any are."""
+    forks = set[Fork]()
     try:
         while forks or scopes:
-            while scopes and len(forks) < option.forks:
+            while scopes and len(forks) < count:
                 forks.add(_fork(session, forks, scopes.popleft()))
             ready = wait([each.channel for each in forks])
             for fork in [each for each in forks if each.channel in ready]:
                 try:
-                    _receive(session, fork, scopes)
+                    _receive(session, fork, scopes, failed)
                 except (EOFError, ConnectionError):
                     forks.remove(fork)
-                    _ended(session, fork, scopes)
+                    _ended(session, fork, scopes, failed)
                 if session.shouldfail:
                     raise session.Failed(session.shouldfail)
                 if session.shouldstop:
@@ -69,7 +87,6 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
             with suppress(ProcessLookupError):
                 os.kill(fork.pid, signal.SIGKILL)
             os.waitpid(fork.pid, 0)
-    return True
 
 
 def _scopes(items: list[pytest.Item]) -> list[Scope]:
@@ -139,7 +156,7 @@ class _Sender:
         self.channel.send(self.config.hook.pytest_report_to_serializable(config=self.config, report=report))
 
 
-def _receive(session: pytest.Session, fork: Fork, scopes: "deque[Scope]") -> None:
+def _receive(session: pytest.Session, fork: Fork, scopes: "deque[Scope]", failed: Scope | None) -> None:
     """Take a message of a fork: the test that begins, a report, or the wish for more."""
     message, config = fork.channel.recv(), session.config
     if message is None:
@@ -150,22 +167,46 @@ def _receive(session: pytest.Session, fork: Fork, scopes: "deque[Scope]") -> Non
         fork.running = message
         fork.left.remove(message)
     else:
-        _report(session, config.hook.pytest_report_from_serializable(config=config, data=message))
+        fork.reports.append(config.hook.pytest_report_from_serializable(config=config, data=message))
+        if fork.reports[-1].when == "teardown":
+            _report(session, fork, failed)
 
 
-def _report(session: pytest.Session, report: pytest.TestReport) -> None:
-    session.config.hook.pytest_runtest_logreport(report=report)
-    if report.when == "teardown":
-        session.config.hook.pytest_runtest_logfinish(nodeid=report.nodeid, location=report.location)
+def _report(session: pytest.Session, fork: Fork, failed: Scope | None) -> None:
+    """Report the test of a fork, which is over."""
+    assert fork.running is not None
+    item, hook = session.items[fork.running], session.config.hook
+    if failed is not None and any(map(item.get_closest_marker, REPEATED)) and any(each.failed for each in fork.reports):
+        failed.append(fork.running)
+        for report in fork.reports:
+            report.outcome = RERUN if report.failed else report.outcome  # type: ignore[assignment]
+    for report in fork.reports:
+        hook.pytest_runtest_logreport(report=report)
+    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    fork.reports = []
 
 
-def _ended(session: pytest.Session, fork: Fork, scopes: "deque[Scope]") -> None:
+def _ended(session: pytest.Session, fork: Fork, scopes: "deque[Scope]", failed: Scope | None) -> None:
     """Fail the test that ended its process, and give what was left to another one."""
     _, status = os.waitpid(fork.pid, 0)
     if status and fork.running is not None:
         item = session.items[fork.running]
         cause = f"the process of the test ended with status {os.waitstatus_to_exitcode(status)}"
         for when, outcome in (("call", "failed"), ("teardown", "passed")):
-            _report(session, pytest.TestReport(item.nodeid, item.location, {}, outcome, cause, when))  # type: ignore[arg-type]
+            fork.reports.append(pytest.TestReport(item.nodeid, item.location, {}, outcome, cause, when))  # type: ignore[arg-type]
+        _report(session, fork, failed)
     if fork.left:
         scopes.appendleft([*fork.left])
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Show what is repeated as `R`."""
+    return (RERUN, "R", RERUN.upper()) if report.outcome == RERUN else None
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """List what was repeated, and why."""
+    if repeated := terminalreporter.getreports(RERUN):
+        terminalreporter.section("repeated alone")
+        for report in repeated:
+            terminalreporter.line(f"RERUN {report.nodeid}\n{report.longrepr}")
