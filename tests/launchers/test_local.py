@@ -128,21 +128,20 @@ def test_the_program_starts_with_default_signals_and_only_its_own_descriptors(tm
 
 
 def test_timeout_ends_a_tree_that_ignores_sigterm_and_opened_sessions(tmp_path: Path, marked: Marked) -> None:
-    trial = start(tmp_path, *PYTHON, IGNORES_SIGTERM, environment=marked.environment, timeout_seconds=0.5)
+    trial = start(tmp_path, *PYTHON, IGNORES_SIGTERM, environment=marked.environment, timeout_seconds=1)
     wait_for(tmp_path / "stdout.log", "up")
     time.sleep(0.1)
     assert len(marked.alive()) > 4
     exit_record = ended(trial, 10)
     assert (exit_record.code, exit_record.ended_by) == (-9, "timeout")
-    assert 2 < exit_record.duration_s < 4
+    assert 2.5 < exit_record.duration_s < 8
     assert not marked.alive()
 
 
 def test_a_program_may_clean_up_after_its_timeout(tmp_path: Path) -> None:
-    code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(3)); time.sleep(60)"
-    exit_record = run(tmp_path, *PYTHON, code, timeout_seconds=0.5)
+    exit_record = run(tmp_path, "sh", "-c", "trap 'exit 3' TERM; while :; do sleep 0.05; done", timeout_seconds=0.5)
     assert (exit_record.code, exit_record.ended_by) == (3, "timeout")
-    assert exit_record.duration_s < 1.5
+    assert exit_record.duration_s < 2.5  # not the grace period of what ignores the signal
 
 
 def test_memory_over_the_limit_is_ended_as_memory(tmp_path: Path) -> None:
