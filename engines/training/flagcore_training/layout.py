@@ -72,18 +72,19 @@ class Options:
     have fp8 weights. With `fsdp`, ranks share weights, gradients and optimizer states, but for those in `whole`. With
     `shard_gradients` (ZeRO-2), its ranks also share the gradients, which are scattered for each micro-batch. Without
     `gradient_fusion`, weight gradients are added to their buffers by kernels of their own. With `sparse_kernels`,
-    sparse attention computes only the chosen scores. With `indexer_loss`, its indexer is trained. With `fused_adam`,
-    Adam is a kernel that works in place. `second_moments` are the parameters with a second moment: "all", "others"
-    (than the matrices of linear layers) or "none". With `whole_matrices`, a distributed optimizer shards no matrix of a
-    linear layer: each is on one rank. With `stores_core_copy`, context parallelism keeps the attention core's output
-    before its collective, too. In a job of fewer than 16 bits, `wide_layers` is the number of layers in 16 bits, and
-    with `wide_mtp`, multi-token prediction is in 16 bits. The products of `wide_modules` are in 16 bits in all layers,
-    those of `mxfp8_modules` in MXFP8; `Training.precision_of` lists the names (and "head"). With `frees_mtp_logits`,
-    the logits of multi-token prediction are freed before those of the model are computed. With `in_place_loss`, the
-    loss works in place on 16-bit logits. With `tiled_loss`, backward computes the head again, on tiles of its logits.
-    Plain layers without stages run head and loss on `loss_parts` parts of the tokens, one after another. With
-    `rope_fusion`, transformer-engine's layers rotate queries and keys by one kernel. With `one_by_one`, other
-    operations on the sequences of a pack run on each of them.
+    sparse attention computes only the chosen scores. With `fused_streams`, a few kernels mix several residual streams.
+    With `indexer_loss`, its indexer is trained. With `fused_adam`, Adam is a kernel that works in place.
+    `second_moments` are the parameters with a second moment: "all", "others" (than the matrices of linear layers) or
+    "none". With `whole_matrices`, a distributed optimizer shards no matrix of a linear layer: each is on one rank. With
+    `stores_core_copy`, context parallelism keeps the attention core's output before its collective, too. In a job of
+    fewer than 16 bits, `wide_layers` is the number of layers in 16 bits, and with `wide_mtp`, multi-token prediction is
+    in 16 bits. The products of `wide_modules` are in 16 bits in all layers, those of `mxfp8_modules` in MXFP8;
+    `Training.precision_of` lists the names (and "head"). With `frees_mtp_logits`, the logits of multi-token prediction
+    are freed before those of the model are computed. With `in_place_loss`, the loss works in place on 16-bit logits.
+    With `tiled_loss`, backward computes the head again, on tiles of its logits. Plain layers without stages run head
+    and loss on `loss_parts` parts of the tokens, one after another. With `rope_fusion`, transformer-engine's layers
+    rotate queries and keys by one kernel. With `one_by_one`, other operations on the sequences of a pack run on each of
+    them.
     """
 
     schedule: str | None = None
@@ -113,6 +114,7 @@ class Options:
     fused_adam: bool = False
     gradient_fusion: bool = True
     sparse_kernels: bool = False
+    fused_streams: bool = False
     indexer_loss: bool = False
     adapter: Adapter | None = None
     joint_adapters: bool = False

@@ -5,14 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_models.layers import layers_of
 from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_models.parts.tower import VisionTower
 from flagcore_training.kinds import layer_kinds
-from flagcore_training.layout import DEFAULTS, Layout, Options, StageLayout, Tower, Training
+from flagcore_training.layout import DEFAULTS, LayerLayout, Layout, Options, StageLayout, Tower, Training
 from flagcore_training.memory import training as memory
 from flagcore_training.memory.states import largest_matrix
 from flagcore_training.splits import StageLayers
 from flagcore_training.stages import layer_input_bytes, placed, stage, stages
+from flagcore_training.time.layer import layer_time
 from flagcore_training.time.stage import Blocks, WorkTable
 from flagcore_training.time.step import costs_in_run, passes, step_time
 from flagcore_training.weights import model_flops, parts_of_model, stage_parameters
@@ -104,6 +106,21 @@ def test_residual_streams_are_stored_before_each_block_and_sent_between_stages()
     assert more - memory == pytest.approx((2 * 16 + 1) * 4 * layer_input_bytes(work(LLAMA), split)[0], rel=0.1)
     assert layer_input_bytes(work(wide), split) == 4 * layer_input_bytes(work(LLAMA), split)
     assert sum(part.params * part.layers for part in parts_of_model(work(wide))) == 6_738_415_616 + 64_000
+
+
+@pytest.mark.parametrize(("graphs", "parts"), [((), 2), (("attn",), 1), (("attn", "mlp"), 0)])
+def test_residual_streams_launch_kernels_outside_graphs_and_few_if_they_are_fused(
+    graphs: tuple[str, ...], parts: int
+) -> None:
+    def launches(streams: int, *, fused: bool) -> list[float]:
+        options = replace(DEFAULTS, graphs=frozenset(graphs), fused_streams=fused)
+        job = work(replace(LLAMA, residual_streams=streams), options=options)
+        found = layer_time(job, LayerLayout.of(job, layout()), plain_costs(), layers_of(job.model)[0])
+        return [float(each.launches[0]) for each in (found.forward, found.backward)]
+
+    plain, few, many = launches(1, fused=False), launches(4, fused=True), launches(4, fused=False)
+    assert [each - base for each, base in zip(few, plain, strict=True)] == [6 * parts, 9 * parts]
+    assert [each - base for each, base in zip(many, plain, strict=True)] == [131 * parts, 535 * parts]
 
 
 def test_the_time_and_memory_of_a_stage_are_those_of_its_layers() -> None:

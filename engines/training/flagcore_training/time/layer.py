@@ -9,7 +9,7 @@ from functools import reduce
 from operator import add
 
 import numpy as np
-from flagcore_models.layers import head_of
+from flagcore_models.layers import head_of, streams_of
 from flagcore_models.mixers.attention import Attention, Indexer
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_models.mixers.mamba import Mamba
@@ -75,6 +75,15 @@ context parallelism with a2a: of queries, keys, values and outputs, and of their
 rank. Counted with torch (transformer-engine until 2.17 `context_parallel.py`, reorder_seq_chunks)."""
 
 
+STREAMS_LAUNCHES = {True: (6.0, 9.0), False: (131.0, 535.0)}
+"""Kernels of the residual streams around a mixer or a network, forward and backward, by whether they are fused.
+
+Fused: of the projection with its norm, the weights, the sum, the mixing and what backward reduces (Megatron-LM, branch
+dev, `fused_mhc_kernels.py`). Otherwise 20 normalizations of the mixing weights by rows and columns are 123 operations
+in forward, which backward repeats and differentiates, in 521; compiled kernels do the rest, about 8 and 14. Counted
+with torch in megatron-core @d98e8a64 `hyper_connection.py`; releases until 0.19 have no residual streams."""
+
+
 def layer_time(train: Training, layout: LayerLayout, costs: Costs, layer: Layer) -> Block:
     """Return the time of a layer without recompute. `repeated` is the time that selective recompute would add.
 
@@ -86,7 +95,9 @@ def layer_time(train: Training, layout: LayerLayout, costs: Costs, layer: Layer)
         wide = layer_time(replace(narrow, precision=train.unquantised), layout, costs, layer)
         return layer_time(narrow, layout, costs, layer) * (1.0 - share) + wide * share
     tp = TensorCollectives.from_layout(train, layout, costs)
-    return reduce(add, (part_block(part, train, layout, costs, tp) for part in layer.parts))
+    return reduce(
+        add, (part_block(part, train, layout, costs, tp) + _streams_block(part, train, layout) for part in layer.parts)
+    )
 
 
 def part_block(part: Part, train: Training, layout: LayerLayout, costs: Costs, tp: TensorCollectives) -> Block:
@@ -99,6 +110,18 @@ def part_block(part: Part, train: Training, layout: LayerLayout, costs: Costs, t
         return moe_block(part, train, layout, costs, tp)
     assert isinstance(part, Network)
     return ffn_block(part, train, layout, costs, tp)
+
+
+def _streams_block(part: Part, train: Training, layout: LayerLayout) -> Block:
+    """Return the launches of the residual streams around a mixer or a network, without the seconds of its norm."""
+    is_mamba, zeros = isinstance(part, Mamba | Mamba2), np.zeros_like(layout.tensor)
+    mixer, network = "mamba" if is_mamba else "attn", ("moe", "moe_router") if isinstance(part, Experts) else ("mlp",)
+    graphs = network if isinstance(part, Network) else (mixer,)
+    alone = np.where(is_captured(train, layout, *graphs), 0.0, float(streams_of(train.model) is not None))
+    forward, backward = (
+        Seconds.from_compute(zeros, launches=each * alone) for each in STREAMS_LAUNCHES[train.options.fused_streams]
+    )
+    return Block(forward, backward, zeros, Seconds.from_compute(zeros))
 
 
 CORE_SHARE, CORE_BACKWARD = 0.3, 2.5
