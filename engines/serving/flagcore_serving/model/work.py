@@ -94,6 +94,7 @@ class Overheads:
       matrix products.
     - `rows`: the fewest rows that an expert has in such a product, an estimate.
     - `grouped`: fields that replace these for an architecture's kernels, by architecture and format of the weights.
+    - `converted`: rate of other products whose weights are converted to 16 bits first, relative to those in 16 bits.
     - `exchanged_share`: factor on both rates if attention ranks exchange their tokens.
     - `sums_prompts`: whether attention ranks exchange prompts by all-reduces of the tokens of all ranks.
     - `copied_from`: the fewest tokens of a pass for which experts in the memory of the host are copied to the devices,
@@ -139,8 +140,8 @@ class Overheads:
       requests regardless of the answers of other groups.
     - `indexes_all`: whether layers that share the indexer of another layer cache index keys, too.
 
-    - `compared`: factor on both ends of an interval on a chip without measured kernels, from at least five published
-      points of the engine there; 0 if there are not as many.
+    - `compared`: factor on both ends of an interval on a chip on which the engine was not fitted: from at least five
+      published points of it there, or the usual one where only matrix products were measured. 0: none is set.
 
     Adapters:
 
@@ -177,6 +178,7 @@ class Overheads:
     grouped_work: float = 1.0
     rows: float = 8.0
     grouped: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    converted: float = 1.0
     exchanged_share: float = 1.0
     sums_prompts: bool = False
     copied_from: float = math.inf
