@@ -231,15 +231,17 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Mo
     serving = serving._replace(host_rate=host.value if host else HOST_RATE, adapters=AdaptedRequests.of(loads[0]))
     precision, only_stored = checkpoint.others or precision, checkpoint.weights_only
     computed, weight_bytes = _computed(kernels, precision, file_bytes, checkpoint.bytes, only_stored=only_stored)
-    forms = (checkpoint.experts, checkpoint.attention)
-    routed, projections = (_computed(kernels, each) if each else None for each in forms)
+    routed, projections = (
+        _computed(kernels, each) if each else None for each in (checkpoint.experts, checkpoint.attention)
+    )
+    head = _computed(kernels, checkpoint.head, only_stored=only_stored) if checkpoint.head else None
     form = checkpoint.experts or ("w4a16" if only_stored else precision)
     overheads = replace(overheads, **overheads.grouped.get(serving.architecture, {}).get(form, {}))
     if form in STORED_BYTES and form in overheads.experts:
         overheads = replace(overheads, experts={(routed or (computed,))[0]: overheads.experts[form]})
     if overheads.embeds_on_host and not Hardware.of(task).on_cores:
         serving = serving._replace(head_bytes=weight_bytes or 2.0)
-    serving = serving._replace(weight_bytes=weight_bytes, routed=routed, projections=projections)
+    serving = serving._replace(weight_bytes=weight_bytes, routed=routed, projections=projections, head=head)
     return serving._replace(precision=computed, overheads=overheads)
 
 

@@ -21,7 +21,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.physics.roofline import BYTES
 from flagcore_serving.job import Load
-from flagcore_serving.space.weights import ATTENTION, EXPERTS
+from flagcore_serving.space.weights import ATTENTION, EXPERTS, HEAD
 
 TOKENIZER = 1.25e-6
 """Seconds per token that a tokenizer takes: 50 ms for 40,000 tokens (TensorRT-LLM pull request 13377). Engines tokenize
@@ -264,6 +264,7 @@ class Serving(NamedTuple):
     - `precision`: the format in which the weights are multiplied.
     - `weight_bytes`: bytes per stored weight if the weights are stored in another format; None if they are not.
     - `routed`, `projections`: the same two of routed experts and of attention projections, if they have another format.
+    - `head`: the same two of the output head, if it does not have 16 bits.
     - `wide`: the parts of the model that are stored in 16 bits (see `Quantization`).
     - `head_bytes`: bytes per weight of the head if devices have no embedding; None if they have both, in 16 bits.
     - `link_domain`: number of consecutive devices that are connected without the network.
@@ -281,6 +282,7 @@ class Serving(NamedTuple):
     weight_bytes: float | None = None
     routed: tuple[str, float | None] | None = None
     projections: tuple[str, float | None] | None = None
+    head: tuple[str, float | None] | None = None
     wide: frozenset[str] = frozenset()
     head_bytes: float | None = None
     link_domain: int = 8
@@ -313,7 +315,7 @@ class Serving(NamedTuple):
 
         The bytes are None if the weights are stored in this format.
         """
-        if found := {EXPERTS: self.routed, ATTENTION: self.projections}.get(group):
+        if found := {EXPERTS: self.routed, ATTENTION: self.projections, HEAD: self.head}.get(group):
             return found
         is_kept = ATTENTION in self.wide or (self.precision == "nvfp4" and self.experts is not None)  # with experts
         is_wide = not group or (group == ATTENTION and is_kept)

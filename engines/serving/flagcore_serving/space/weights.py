@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 
 from flagcore_importers.programs import strip_dashes
 from flagcore_models.gguf import context_length
-from flagcore_models.keys import NVFP4_WEIGHTS, algorithms_of, context_of, format_of_weights, is_mxfp4, section_of
+from flagcore_models.keys import (
+    NVFP4,
+    NVFP4_WEIGHTS,
+    algorithms_of,
+    context_of,
+    format_of_weights,
+    is_mxfp4,
+    section_of,
+)
 from flagcore_models.layers import attention_counts, mixer_counts, weights_by_group
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.parts.tower import VisionTower
@@ -139,6 +147,7 @@ def has_unknown_format(weights: str) -> bool:
 
 
 ATTENTION, DENSE, SHARED, EXPERTS, MTP = "attention", "dense", "shared experts", "experts", "multi-token prediction"
+HEAD = "head"
 _MODULES = {
     ATTENTION: ("model.layers.{middle}.self_attn.o_proj",),
     DENSE: ("model.layers.0.mlp.down_proj",),
@@ -160,6 +169,7 @@ class Quantization(NamedTuple):
     - `bytes`: bytes per quantized weight with its scales. None means those of its format.
     - `wide`: the parts of the model that are stored in 16 bits.
     - `experts`, `attention`: the format of routed experts and of attention projections; empty if that of the others.
+    - `head`: the format of the output head; empty if that is 16 bits.
     - `others`: the format of the other weights; empty if it is the precision of the spec.
     - `weights_only`: whether activations keep 16 bits, so that all but attention is multiplied in 16 bits.
     """
@@ -169,6 +179,7 @@ class Quantization(NamedTuple):
     wide: frozenset[str] = frozenset()
     experts: str = ""
     attention: str = ""
+    head: str = ""
     others: str = ""
     weights_only: bool = False
 
@@ -189,6 +200,7 @@ def quantization(spec: Spec) -> Quantization | None:
         return Quantization(block=_GROUP) if weights and public and public[1] == "int4" else None
     sizes = _block_sizes(found)
     name, algorithms = format_of_weights(config), algorithms_of(found)
+    has_narrow_head = algorithms.get("lm_head") in NVFP4
     has_fp8_attention = any("attn" in layer and each == "FP8" for layer, each in algorithms.items())
     is_own = public is None or public[1] == precision
     is_int4 = name == "int4" and not is_mxfp4(config)
@@ -204,6 +216,7 @@ def quantization(spec: Spec) -> Quantization | None:
         ),
         experts="mxfp4" if has_fp4_experts else "",
         attention=str(found.get("attention_dtype", "fp8" if has_fp8_attention else "")) if is_own else "",
+        head=str(found.get("head_dtype", "nvfp4" if has_narrow_head else "")) if is_own else "",
         others=str(name) if has_fp4_experts and name != precision else "",
         weights_only=is_own and NVFP4_WEIGHTS in algorithms.values(),
     )
@@ -276,8 +289,11 @@ def weight_bytes(task: Task) -> float:
     width = (stored and stored.bytes) or width
     parts, formats = {EXPERTS: stored.experts, ATTENTION: stored.attention} if stored else {}, {**BYTES, **STORED_BYTES}
     widths = dict.fromkeys(wide, 2.0) | {part: formats[form] for part, form in parts.items() if form}
+    model, saved = task.spec.model, 0.0
+    if stored and stored.head and model.untie_embeddings_and_output_weights:
+        saved = (2.0 - formats[stored.head]) * model.vocab_size * model.hidden_size
     text = sum(number * widths.get(group, width) for group, number in weights_by_group(task.spec.model).items())
-    return text + (2.0 * VisionTower(vision=vision).weights if vision else 0.0)
+    return text - saved + (2.0 * VisionTower(vision=vision).weights if vision else 0.0)
 
 
 def cache_bytes_per_token(model: Model, element_bytes: float, tokens: float = 1.0, computed: float = 0.0) -> float:

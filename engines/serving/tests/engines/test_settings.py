@@ -100,7 +100,8 @@ def test_a_vision_tower_that_is_not_loaded_changes_nothing(
 
 PROFILE = {"input_len": 1024, "output_len": 256, "concurrency": 64}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-LAYERS = {"layers.0.linear_attn.out_proj": {"quant_algo": "FP8"}, "layers.0.mlp": {"quant_algo": "W4A16_NVFP4"}}
+WEIGHTS_ONLY = {"quant_algo": "W4A16_NVFP4"}
+LAYERS = {"layers.0.linear_attn.out_proj": {"quant_algo": "FP8"}, "layers.0.mlp": WEIGHTS_ONLY, "lm_head": WEIGHTS_ONLY}
 GROUPS = {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}}
 V3 = {
     "model_type": "deepseek_v3",
@@ -172,7 +173,10 @@ def test_shared_experts_of_deepseek_v4_are_padded_to_whole_blocks(version: str, 
         ({"quant_method": "fp8", "ignored_layers": ["model.layers.0.mlp.down_proj"]}, Quantization(wide={DENSE})),
         ({"quant_method": "quark", "exclude": ["model.layers.*.self_attn.o_proj"]}, Quantization(wide={ATTENTION})),
         ({"quant_method": "fp8", "ignore": ["re:(a+)+$", "re:["]}, Quantization()),
-        ({"quant_method": "modelopt", "quantized_layers": LAYERS}, Quantization(attention="fp8", weights_only=True)),
+        (
+            {"quant_method": "modelopt", "quantized_layers": LAYERS},
+            Quantization(attention="fp8", head="nvfp4", weights_only=True),
+        ),
         (None, None),
     ],
 )
@@ -205,6 +209,7 @@ def test_a_public_name_has_the_context_and_the_format_of_its_checkpoint(
     ("name", "precision", "expected"),
     [
         ("Qwen/Qwen3.6-27B", "nvfp4", Quantization(attention="fp8", weights_only=True)),  # that of its usual publisher
+        ("Qwen/Qwen3.6-35B-A3B", "nvfp4", Quantization(attention="fp8", head="nvfp4", weights_only=True)),
         ("Qwen/Qwen3.6-27B", "int4", None),
         ("deepseek-ai/DeepSeek-V4-Flash", "mxfp4", Quantization(experts="mxfp4", others="fp8")),
         ("deepseek-ai/DeepSeek-V4-Flash", "fp8", Quantization()),
