@@ -256,11 +256,26 @@ def format_of_weights(config: Mapping[str, Any]) -> str | None:
         if method == "quark":
             kind = section_of(section_of(found, "global_quant_config"), "weight").get("dtype")
             return {"fp8_e4m3": "fp8", "int8": "int8", "int4": "int4", "uint4": "int4"}.get(str(kind))
-        return "nvfp4" if algorithm == "NVFP4" else None
+        return None if NVFP4.isdisjoint(algorithms_of(found).values()) else "nvfp4"
     kind = "fp" if weights.get("type") == "float" else "int"
     name = f"{kind}{weights.get('num_bits')}"
     four = "mxfp4" if weights.get("group_size") == 32 else "nvfp4"
     return {"fp4": four, "fp8": "fp8", "int8": "int8", "int4": "int4"}.get(name)
+
+
+NVFP4_WEIGHTS = "W4A16_NVFP4"
+"""ModelOpt's algorithm for NVFP4 weights that are multiplied in 16 bits."""
+NVFP4 = {"NVFP4", NVFP4_WEIGHTS}
+
+
+def algorithms_of(found: Mapping[str, Any]) -> dict[str, str]:
+    """Return ModelOpt's algorithm of each layer that a quantization_config lists, else that of all with an empty name.
+
+    Source: SGLang 0.5.16 `quantization/modelopt_quant.py` (ModelOptMixedPrecisionConfig).
+    """
+    layers = section_of(found, "quantized_layers")
+    listed = {name: str(section_of(layers, name).get("quant_algo")) for name in layers}
+    return listed or {"": str(found.get("quant_algo"))}
 
 
 def is_mxfp4(config: Mapping[str, Any]) -> bool:

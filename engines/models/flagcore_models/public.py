@@ -19,6 +19,8 @@ _NAMES = package_yaml(__package__, "names.yaml")
 FORMATS, _SAME_SHAPE = _NAMES["formats"], _NAMES["same_shape"]
 GGUF_BITS: Mapping[str, float] = _NAMES["gguf"]
 """Bits per weight of the formats of GGUF files."""
+PUBLISHERS: Mapping[str, str] = _NAMES["publishers"]
+"""Whose checkpoint of a model in a format is meant where only the model is named."""
 _FILE = "public_models.yaml"
 
 

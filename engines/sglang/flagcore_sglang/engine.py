@@ -27,7 +27,8 @@ from flagcore.domain.launch import PORT
 from flagcore.domain.space import Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore_sglang import rules, space
-from flagcore_sglang.space import HICACHE, KNOBS, NGRAM, PROGRAM, STORAGE, pool_tokens
+from flagcore_sglang.program import CHUNK, HICACHE, KNOBS, MIXED, NGRAM, PROGRAM, STORAGE
+from flagcore_sglang.space import pool_tokens
 
 RECEIVE = "scheduler-recv-interval"
 ATTENTION_DP = ">=0.5.22"
@@ -57,10 +58,10 @@ class Sglang(ServingEngine):
         # up to 1,000 tokens have 249,331).
         drawn={(1000, 1000): 0.0, (1000, 8000): 0.0, (8000, 1000): 0.0},
         # ai-dynamo/aiconfigurator #258 of 2026-01-19, when it ran 0.5.6.post2: `--enable-mix-chunk` before is no flag.
-        generated={space.MIXED: ("0.5.6", True)},
+        generated={MIXED: ("0.5.6", True)},
         # lmsys.org, 2025-05-05, large-scale EP (H100), and ishandhanani/srt-slurm recipes/ (GB200, GB300).
         wide_copies=32,
-        wide_chunk=(space.CHUNK, 16384),
+        wide_chunk=(CHUNK, 16384),
     )
 
     def merges(self, task: Task) -> tuple[Merge, ...]:

@@ -7,7 +7,11 @@ Sources: sglang 0.5.23 `configs/model_config.py` (is_hybrid_swa_model), `model_e
 
 from collections.abc import Mapping
 
+from flagcore_models.layers import mixer_counts
+from flagcore_models.mixers.compressed_attention import CompressedAttention
 from flagcore_serving.job import EngineArg
+
+from flagcore.domain.model import Model
 
 INKLING = "inkling_text"
 WINDOWS_APART = (
@@ -33,6 +37,29 @@ def window_share(family: str, args: Mapping[str, EngineArg]) -> float:
     if not family.startswith(WINDOWS_APART) or on_host or args.get("disable-hybrid-swa-memory"):
         return 0.0
     return _ratio(args, "swa-full-tokens-ratio", 0.1 if family == INKLING else 0.8)
+
+
+RINGS = 8, 16
+"""Tokens whose compressors' states a layer with an indexer keeps for each window: without drafts, and with drafts."""
+WINDOWS_BY_REQUEST_SINCE = (0, 5, 17)
+"""The first release that may size windows of compressed attention by requests: 0.5.16 does not, 0.5.23 does."""
+
+
+def compressed_token_bytes(model: Model, args: Mapping[str, EngineArg], element_bytes: float, ring: int) -> float:
+    """Return the bytes of all layers that SGLang 0.5.16 counts for a token of a model with compressed attention: its
+    share of the compressed keys, and of the windows' keys and compressors' states in fp32, for a tenth of the tokens.
+
+    The states of layers that compress 128 tokens, up to 10 MB for each running request, are not counted. Source: 0.5.16
+    `model_executor/pool_configurator.py` (DSV4PoolConfigurator), `arg_groups/overrides.py`.
+    """
+    ratio, total = _ratio(args, "swa-full-tokens-ratio", 0.1), 0.0
+    for mixer, number in mixer_counts(model).items():
+        size = mixer.token_bytes(element_bytes)
+        if isinstance(mixer, CompressedAttention):
+            states = ring / mixer.window * 16.0 * (mixer.head_dim + mixer.index_dim) if mixer.index_heads else 0.0
+            size += ratio * (mixer.head_dim * element_bytes + states)
+        total += number * size
+    return total
 
 
 def _ratio(args: Mapping[str, EngineArg], flag: str, default: float) -> float:

@@ -11,19 +11,8 @@ from flagcore.domain.knob import in_versions
 from flagcore.domain.space import BoolArray, Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.i18n import N_
-from flagcore_sglang.space import (
-    CHUNK,
-    DRAFT_FLAG,
-    NEED_DRAFT_MODEL,
-    PAGE,
-    POLICY,
-    PREFILL,
-    PROGRAM,
-    SPANNING,
-    chunk_sizes,
-    own_page,
-    page_sizes,
-)
+from flagcore_sglang.program import CHUNK, DRAFT_FLAG, NEED_DRAFT_MODEL, PAGE, POLICY, PREFILL, PROGRAM, SPANNING
+from flagcore_sglang.space import chunk_sizes, own_page, page_sizes
 
 ENCODERS_SINCE = ">=0.5.7"
 """The releases with `--encoder-only` and `--language-only`."""

@@ -1,8 +1,7 @@
-"""SGLang (`sglang.launch_server`), releases from 0.5: its knobs, defaults and settings.
+"""SGLang's defaults and settings, releases from 0.5.
 
-Sources: sglang 0.5.23 `srt/arg_groups/` (fields, memory_hook, parallel_hook, rules), 0.5.6 `srt/server_args.py`,
-`srt/entrypoints/http_server.py` (reported settings). The releases that have a flag follow from `srt/server_args.py` of
-0.5.0 to 0.5.15 and `srt/arg_groups/` of 0.5.16 to 0.5.23.
+Sources: sglang 0.5.23 `srt/arg_groups/` (fields, memory_hook, rules), 0.5.6 `srt/server_args.py`,
+`srt/entrypoints/http_server.py` (reported settings).
 """
 
 import math
@@ -11,30 +10,38 @@ import sys
 from collections.abc import Mapping
 
 import numpy as np
-from flagcore_importers.programs import release, strip_dashes
+from flagcore_importers.programs import release
 from flagcore_models.keys import has_fp8_cache
 from flagcore_models.layers import attention_counts, latent_layers, mixer_counts, state_bytes
 from flagcore_models.mixers.compressed_attention import CompressedAttention
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_serving.job import EngineArg
 from flagcore_serving.space import adapters, knobs
-from flagcore_serving.space.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
+from flagcore_serving.space.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
 from flagcore_serving.space.knobs import ASYNC, BACKEND, DRAFTED, EAGER, EXCHANGE, KV, SPECULATION, or_default
 from flagcore_serving.space.placement import ROLE
-from flagcore_serving.space.program import Program
 from flagcore_serving.space.settings import GRAPH_BYTES, GRAPH_TOKENS, Settings
 from flagcore_serving.space.weights import cache_bytes_per_token, context_limit, weight_bytes
 
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
-from flagcore.domain.spec import Spec, Task
-from flagcore.errors import SpecError
+from flagcore.domain.spec import Task
 from flagcore_sglang import pools
+from flagcore_sglang.program import (
+    CHUNK,
+    HICACHE,
+    HICACHE_RATIO,
+    MEMORY,
+    MIXED,
+    NGRAM,
+    PAGE,
+    PREFILL,
+    PROGRAM,
+    RUNNING,
+    STEPS,
+    STORAGE,
+    TRTLLM,
+)
 
-PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
-RUNNING, MEMORY, POLICY = "max_running_requests", "mem_fraction_static", "schedule_policy"
-MIXED, TRTLLM = "enable_mixed_chunk", "trtllm_mha"
-HICACHE, STORAGE = "hicache_size", "hicache_storage_backend"
-NGRAM, NEED_DRAFT_MODEL = "NGRAM", ("EAGLE", "EAGLE3", "STANDALONE")
 MIN_RUNNING = 2048
 """The smallest default that SGLang uses for max_running_requests."""
 DRAFTING_RUNNING = 48
@@ -70,119 +77,6 @@ LIMITS_GRAPHS_SINCE = (0, 5, 22)
 MANY_GRAPHS = 300
 """The largest decode graph above which attention data parallelism needs half as much memory again (`memory_hook.py`).
 """
-
-TP_FLAGS = ("tp-size", "tensor-parallel-size", "tp")
-EP_FLAGS = ("ep-size", "expert-parallel-size", "ep")
-DP_FLAGS = ("dp-size", "dp_size", "data-parallel-size", "dp")
-"""Flags for the number of servers behind one port or, with `enable-dp-attention`, of attention groups in one server."""
-STEPS, BREADTH, VERIFIED = "speculative-num-steps", "speculative-eagle-topk", "speculative-num-draft-tokens"
-DRAFT_FLAG = "speculative-draft-model-path"
-SPANNING = ("deepep", "deepep_v2", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "megamoe", "pplx")
-"""Values of EXCHANGE with which SGLang sets ep-size to tp-size (0.5.23: `arg_groups/overrides.py`)."""
-
-
-HICACHE_RATIO = 2.0
-"""SGLang's default size of the host's cache relative to that of the device (0.5.23 `arg_groups/hicache_hook.py`)."""
-POLICIES = ("write_back", "write_through", "write_through_selective")
-"""Values of hicache-write-policy (0.5.23 `arg_groups/fields/memory.py`)."""
-
-
-def _check_tiers(args: Mapping[str, EngineArg]) -> None:
-    """Raise SpecError for a wrong setting of HiCache."""
-    ratio, policy = args.get("hicache-ratio", HICACHE_RATIO), args.get("hicache-write-policy", POLICIES[0])
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or ratio <= 0:
-        problem, fix = "is not a size relative to the cache of the devices", "write a number above 0"
-        raise SpecError(key="serve.engine_args.hicache-ratio", value=ratio, problem=problem, fix=fix)
-    if policy not in POLICIES:
-        problem, fix = "is not a policy of HiCache", f"use {', '.join(POLICIES)}"
-        raise SpecError(key="serve.engine_args.hicache-write-policy", value=policy, problem=problem, fix=fix)
-
-
-class SglangProgram(Program):
-    """SGLang's server. Some knobs correspond to several flags together."""
-
-    def known_args(self, args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
-        """Return `args` with knobs in place of flags that express the knob only in combination.
-
-        SGLang's tp-size is the product of TP and attention DP, and with some libraries for the exchange between experts
-        also EP. A chain of drafts has one draft in each step.
-        """
-        result = dict(args)
-        _check_tiers({strip_dashes(name): value for name, value in args.items()})
-
-        def take(*names: str) -> EngineArg:
-            keys = [key for key in result if key.lstrip("-") in names or strip_dashes(key) in names[:1]]
-            return next((result.pop(key) for key in keys), None)
-
-        if isinstance(servers := take(*DP_FLAGS), int):
-            divides_attention = take("enable-dp-attention")
-            if servers > 1:
-                result["attn-dp-size" if divides_attention else INSTANCES] = servers
-        elif servers is not None:
-            result[DP_FLAGS[0]] = servers
-        result |= _sizes(result)
-        if draft := take("speculative-draft-model"):
-            result[DRAFT_FLAG] = draft
-        return result | _chain(result)
-
-    def schemes_of(self, spec: Spec) -> Mapping[str, str]:
-        """See `Program`. If the model has layers for multi-token prediction, EAGLE uses them without a draft model."""
-        uses_layers = spec.model.mtp_num_layers > 0 and DRAFT_FLAG not in self.split(spec).others
-        return {**self.schemes, "EAGLE": "mtp"} if uses_layers else self.schemes
-
-
-def _sizes(args: Mapping[str, EngineArg]) -> dict[str, EngineArg]:
-    """Return TP in place of tp-size, and the EP size that a library for the exchange between experts implies."""
-    names, found = {strip_dashes(key): key for key in args}, dict[str, EngineArg]()
-
-    def key(*flags: str) -> str:
-        return next((names[name] for name in flags if name in names), "")
-
-    tensor_key = key(*TP_FLAGS)
-    tensor, data = args.get(tensor_key), args.get(key("attn-dp-size", strip_dashes(DP)))
-    exchange = args.get(key("moe-a2a-backend", strip_dashes(EXCHANGE)))
-    if isinstance(tensor, int) and exchange in SPANNING:
-        found[key(*EP_FLAGS, strip_dashes(EP)) or EP] = tensor
-    if isinstance(tensor, int) and isinstance(data, int) and data > 1 and tensor % data == 0:
-        found[tensor_key] = tensor // data
-    return found
-
-
-def _chain(args: dict[str, EngineArg]) -> dict[str, EngineArg]:
-    """Remove the flags of a draft chain from `args`, and return the number of drafted tokens as a knob.
-
-    The flags of a draft tree remain in `args`, and the result is empty.
-    """
-    names = {strip_dashes(key): key for key in args}
-    method, steps, breadth, verified = (
-        args.get(names.get(name, "")) for name in ("speculative-algorithm", STEPS, BREADTH, VERIFIED)
-    )
-    is_ngram = str(method).upper() == NGRAM
-    drafted = verified if is_ngram else steps
-    if not isinstance(drafted, int) or not (is_ngram or breadth == 1):
-        return {}
-    for name in (VERIFIED,) if is_ngram else (STEPS, BREADTH, VERIFIED):
-        args.pop(names.get(name, ""), None)
-    return {DRAFTED: drafted}
-
-
-CHUNKS, WIDE_CHUNKS = (2048, 4096, 8192, 16384), (131072, 524288)
-
-
-def _chunks(task: Task) -> tuple[int, ...]:
-    """Return the values of `auto` for the prefill chunk in tokens. SGLang divides a chunk among attention DP groups."""
-    return (*CHUNKS, *WIDE_CHUNKS) if knobs.has_wide_experts(task) else CHUNKS
-
-
-PROGRAM = SglangProgram.read(
-    "flagcore_sglang",
-    {
-        "cache_types": knobs.if_fp8("auto", "fp8_e4m3"),
-        "chunks": knobs.Auto(_chunks, f"{', '.join(map(str, CHUNKS))}; larger with experts on several hosts"),
-    },
-)
-KNOBS = PROGRAM.knobs
-
 
 GRAPH_FLAGS = ("cuda-graph-max-bs", "cuda-graph-max-bs-decode", "cuda-graph-bs", "cuda-graph-bs-decode")
 """The flags for the largest decode graph, or for all of them."""
@@ -385,6 +279,20 @@ def _is_sparse(task: Task) -> bool:
     return any(isinstance(each, LatentAttention) and each.indexer for each in attention_counts(task.spec.model))
 
 
+def _compressed_tokens(
+    task: Task, other_args: Mapping[str, EngineArg], columns: Columns, element: FloatArray
+) -> dict[str, FloatArray]:
+    """Return the fields of `Settings` for the bytes of a token with compressed attention, in releases that count the
+    windows of all tokens alike."""
+    if not _is_compressed(task) or _release(task) >= pools.WINDOWS_BY_REQUEST_SINCE:
+        return {}
+    rings = np.where(columns[SPECULATION] > 0, pools.RINGS[1], pools.RINGS[0])
+    model, pairs = task.spec.model, zip(element.tolist(), rings.tolist(), strict=True)
+    token = np.array([pools.compressed_token_bytes(model, other_args, *each) for each in pairs])
+    token = token / columns[PP].clip(1)
+    return {"token_bytes": token, "longest_bytes": token * _contexts(task, columns)}
+
+
 def settings(task: Task, columns: Columns) -> Settings:
     """Return SGLang's effective settings for each candidate.
 
@@ -427,6 +335,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         state_share=np.full(ranks.shape, pools.state_share(family, other_args)),
         state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, pools.STATE_SLOTS),
         window_share=np.full(ranks.shape, pools.window_share(family, other_args)),
+        **_compressed_tokens(task, other_args, values, element),
         drafted=_drafted(other_args, values),
         ahead=_batches_ahead(task, other_args, values),
         **_tiers(other_args, values),

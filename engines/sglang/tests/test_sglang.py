@@ -11,6 +11,7 @@ from flagcore_models.mixers.attention import Indexer
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_serving.space.placement import instance_kinds
 from flagcore_sglang.engine import ENGINE as ENGINE
+from flagcore_sglang.pools import compressed_token_bytes
 from flagcore_sglang.space import memory_defaults
 
 from engines.models.tests.examples import mixed
@@ -326,6 +327,20 @@ def test_attention_ranks_capture_graphs_of_their_own_requests_only() -> None:
     given = {"attn-dp-size": 8, "tp-size": 8}
     few, many = (settings(cards(engine_args={**given, "max-running-requests": each})) for each in (512, 4096))
     assert 0.0 < few.workspace_bytes.item() < many.workspace_bytes.item() / 4.0
+
+
+def test_a_token_of_compressed_attention_holds_a_tenth_of_the_windows() -> None:
+    """With 0.8 and drafts, a layer of DeepSeek-V4-Flash has 1,056.8 bytes a token (sgl-project/sglang #34499)."""
+    model = public_model("deepseek-ai/DeepSeek-V4-Flash")
+    found = [compressed_token_bytes(model, args, 584 / 512, 16) for args in ({"swa-full-tokens-ratio": 0.8}, {})]
+    assert found[0] / 43 == pytest.approx(1056.8, abs=0.1)
+    assert found[0] - found[1] == pytest.approx(0.7 * (43 * 584 + 21 * 10240 * 16 / 128))
+    old, new = (
+        settings(planned("sglang", model=model, engine_version=each, devices=8, weights=None)).token_bytes
+        for each in ("0.5.16", "0.5.23")
+    )
+    assert old[0] < found[1]
+    assert np.isnan(new[0])
 
 
 def test_batches_overlap_with_most_exchanges_only() -> None:

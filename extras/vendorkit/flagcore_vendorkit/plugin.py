@@ -130,11 +130,8 @@ class VendorPlugin:
                 support, reason=Message("no run of {engine} on {chip} has been reported", engine=engine, chip=chip.name)
             )
         notes: list[str] = [_sourced(each.note, each.source) for each in applicable(quirks.notes, *about)]
-        is_fitted = (
-            support.overheads.keys() - {"compared"}
-            or support.shared_devices
-            or cost_file(self.package, chip, "serving.yaml")
-        )
+        is_fitted = bool(support.overheads.keys() - {"compared"} or support.shared_devices)
+        is_fitted |= not support.overheads and cost_file(self.package, chip, "serving.yaml") is not None
         if kind == "serve" and not is_fitted:
             notes.append(Message(UNFITTED, chip=chip.name))
         kubernetes, slurm = (_of_chip(each, chip) for each in (support.kubernetes, support.slurm))

@@ -37,7 +37,7 @@ from flagcore_serving.model.experts import (
 from flagcore_serving.model.products import ffn_seconds, linear, product_seconds
 from flagcore_serving.model.work import Serving
 from flagcore_serving.space.settings import Settings
-from flagcore_serving.space.weights import DENSE
+from flagcore_serving.space.weights import DENSE, HEAD
 
 NODES: FloatArray = np.array(
     [
@@ -142,6 +142,7 @@ def _of_distinct(serving: Serving, settings: Settings, costs: Costs) -> Iteratio
     local = local + adapter_seconds(serving, column, costs, tokens, pairs_of(serving, column))
     shared, exchanged, summed = _of_experts(serving, column, costs, tokens)
     (described,) = head_of(model).products(model.hidden_size)
+    described = replace(described, group=HEAD) if serving.head else described
     head = product_seconds(described, serving, column, kernels, tokens)
     head = head + adapter_seconds(serving, column, costs, tokens, head_pair(serving, column))
     passes = NODES / tokens

@@ -27,7 +27,7 @@ from flagcore_serving.model.speculation import drafts
 from flagcore_serving.model.vision import tower_bytes
 from flagcore_serving.model.work import Serving
 from flagcore_serving.space.settings import GRAPH_BYTES, Settings
-from flagcore_serving.space.weights import ATTENTION, EXPERTS
+from flagcore_serving.space.weights import ATTENTION, EXPERTS, HEAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +202,9 @@ def table_bytes(serving: Serving, settings: Settings) -> FloatArray:
     tables = np.where(settings.pipeline > 1, 1.0, 1.0 + (not head_of(model).tied and head is None))
     (table,) = embedding_of(model).products(model.hidden_size)
     rank_bytes: FloatArray = tables * (2.0 if head is None else head) * table.weights / settings.tensor
+    if serving.head and model.untie_embeddings_and_output_weights:
+        narrow = serving.bytes_of(HEAD) * table.weights / settings.tensor
+        rank_bytes = np.where(settings.pipeline > 1, rank_bytes, 0.5 * rank_bytes + narrow)
     own = sum(each.weights for each in layer_embeddings(model))
     return (rank_bytes + 2.0 * own / settings.tensor) / settings.cores
 

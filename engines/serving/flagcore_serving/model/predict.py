@@ -59,7 +59,7 @@ NARROW_BYTES = 1.9
 WIDTH_FACTOR = 2.0
 """Factor on both ends of an interval if the chip was not measured, the engine was not fitted, weights are read from the
 host or computed there, or caches are loaded from other tiers. `Overheads.compared` is used instead if only the chip was
-not measured."""
+not measured, or only its matrix products."""
 
 NETWORK_FACTOR = 1.2
 """An additional factor on both ends if the rate of the network between hosts is assumed. A choice."""
@@ -118,7 +118,7 @@ def predict(
     if simulates:
         figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
     unmeasured = costs.synchronous or untested or bool(settings.offloaded.any())
-    factor = 1.0 if not costs.guessed else overheads.compared or WIDTH_FACTOR
+    factor = overheads.compared or (WIDTH_FACTOR if costs.guessed else 1.0)
     loads = np.nan_to_num(figures.get("cache_load_s", np.zeros(kinds.size)))
     on_host = np.zeros(kinds.size)
     np.maximum.at(on_host, kinds.owner, settings.experts_on_host)
@@ -229,24 +229,32 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Mo
     host, checkpoint = group.chip.host_bytes_per_second, quantization(task.spec) or Quantization()
     serving = serving._replace(link_domain=group.link_domain, on_bus=on_bus, wide=checkpoint.wide)
     serving = serving._replace(host_rate=host.value if host else HOST_RATE, adapters=AdaptedRequests.of(loads[0]))
-    computed, weight_bytes = _computed(kernels, precision, file_bytes, checkpoint.bytes)
-    forms = (checkpoint.experts, checkpoint.attention)
-    routed, projections = (_computed(kernels, each, None, None) if each else None for each in forms)
-    form = checkpoint.experts or precision
+    precision, only_stored = checkpoint.others or precision, checkpoint.weights_only
+    computed, weight_bytes = _computed(kernels, precision, file_bytes, checkpoint.bytes, only_stored=only_stored)
+    routed, projections = (
+        _computed(kernels, each) if each else None for each in (checkpoint.experts, checkpoint.attention)
+    )
+    head = _computed(kernels, checkpoint.head, only_stored=only_stored) if checkpoint.head else None
+    form = checkpoint.experts or ("w4a16" if only_stored else precision)
     overheads = replace(overheads, **overheads.grouped.get(serving.architecture, {}).get(form, {}))
     if form in STORED_BYTES and form in overheads.experts:
         overheads = replace(overheads, experts={(routed or (computed,))[0]: overheads.experts[form]})
     if overheads.embeds_on_host and not Hardware.of(task).on_cores:
         serving = serving._replace(head_bytes=weight_bytes or 2.0)
-    serving = serving._replace(weight_bytes=weight_bytes, routed=routed, projections=projections)
+    serving = serving._replace(weight_bytes=weight_bytes, routed=routed, projections=projections, head=head)
     return serving._replace(precision=computed, overheads=overheads)
 
 
 def _computed(
-    kernels: KernelCosts, precision: str, file_bytes: float | None, stored_bytes: float | None
+    kernels: KernelCosts,
+    precision: str,
+    file_bytes: float | None = None,
+    stored_bytes: float | None = None,
+    *,
+    only_stored: bool = False,
 ) -> tuple[str, float | None]:
     """Return the format in which weights of a `precision` are multiplied, and their stored bytes if it is another."""
-    if precision not in STORED_BYTES and file_bytes is None and _computes(kernels, precision):
+    if not (only_stored or precision in STORED_BYTES or file_bytes is not None) and _computes(kernels, precision):
         return precision, None
     supported = [name for name in COMPUTE_FORMATS if _computes(kernels, name)]
     stored = {"fp8": 1.0, "mxfp8": 1.0, "int8": 1.0, "nvfp4": 0.5625, "fp4": 0.5625, **STORED_BYTES}

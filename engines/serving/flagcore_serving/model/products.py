@@ -8,7 +8,7 @@ from flagcore.domain.space import FloatArray
 from flagcore.physics.roofline import cast_bytes
 from flagcore_serving.model.work import Serving
 from flagcore_serving.space.settings import Settings
-from flagcore_serving.space.weights import ATTENTION
+from flagcore_serving.space.weights import ATTENTION, EXPERTS
 
 
 def linear(
@@ -38,7 +38,8 @@ def linear(
         kernels.gemm_seconds(row_count, outer * ones, inner * ones, precision) for row_count in (tokens, ones)
     )
     read = kernels.gemm_seconds(ones, outer * ones * (0.5 * stored), inner * ones, precision)
-    return np.maximum(all_rows - single_row, 0.0) + read
+    rate = 1.0 if group == EXPERTS else serving.overheads.converted
+    return np.maximum(all_rows - single_row, 0.0) / rate + read
 
 
 def product_seconds(

@@ -21,7 +21,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.physics.roofline import BYTES
 from flagcore_serving.job import Load
-from flagcore_serving.space.weights import ATTENTION, EXPERTS
+from flagcore_serving.space.weights import ATTENTION, EXPERTS, HEAD
 
 TOKENIZER = 1.25e-6
 """Seconds per token that a tokenizer takes: 50 ms for 40,000 tokens (TensorRT-LLM pull request 13377). Engines tokenize
@@ -94,6 +94,7 @@ class Overheads:
       matrix products.
     - `rows`: the fewest rows that an expert has in such a product, an estimate.
     - `grouped`: fields that replace these for an architecture's kernels, by architecture and format of the weights.
+    - `converted`: rate of other products whose weights are converted to 16 bits first, relative to those in 16 bits.
     - `exchanged_share`: factor on both rates if attention ranks exchange their tokens.
     - `sums_prompts`: whether attention ranks exchange prompts by all-reduces of the tokens of all ranks.
     - `copied_from`: the fewest tokens of a pass for which experts in the memory of the host are copied to the devices,
@@ -139,8 +140,8 @@ class Overheads:
       requests regardless of the answers of other groups.
     - `indexes_all`: whether layers that share the indexer of another layer cache index keys, too.
 
-    - `compared`: factor on both ends of an interval on a chip without measured kernels, from at least five published
-      points of the engine there; 0 if there are not as many.
+    - `compared`: factor on both ends of an interval on a chip on which the engine was not fitted: from at least five
+      published points of it there, or the usual one where only matrix products were measured. 0: none is set.
 
     Adapters:
 
@@ -177,6 +178,7 @@ class Overheads:
     grouped_work: float = 1.0
     rows: float = 8.0
     grouped: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    converted: float = 1.0
     exchanged_share: float = 1.0
     sums_prompts: bool = False
     copied_from: float = math.inf
@@ -262,6 +264,7 @@ class Serving(NamedTuple):
     - `precision`: the format in which the weights are multiplied.
     - `weight_bytes`: bytes per stored weight if the weights are stored in another format; None if they are not.
     - `routed`, `projections`: the same two of routed experts and of attention projections, if they have another format.
+    - `head`: the same two of the output head, if it does not have 16 bits.
     - `wide`: the parts of the model that are stored in 16 bits (see `Quantization`).
     - `head_bytes`: bytes per weight of the head if devices have no embedding; None if they have both, in 16 bits.
     - `link_domain`: number of consecutive devices that are connected without the network.
@@ -279,6 +282,7 @@ class Serving(NamedTuple):
     weight_bytes: float | None = None
     routed: tuple[str, float | None] | None = None
     projections: tuple[str, float | None] | None = None
+    head: tuple[str, float | None] | None = None
     wide: frozenset[str] = frozenset()
     head_bytes: float | None = None
     link_domain: int = 8
@@ -311,7 +315,7 @@ class Serving(NamedTuple):
 
         The bytes are None if the weights are stored in this format.
         """
-        if found := {EXPERTS: self.routed, ATTENTION: self.projections}.get(group):
+        if found := {EXPERTS: self.routed, ATTENTION: self.projections, HEAD: self.head}.get(group):
             return found
         is_kept = ATTENTION in self.wide or (self.precision == "nvfp4" and self.experts is not None)  # with experts
         is_wide = not group or (group == ATTENTION and is_kept)

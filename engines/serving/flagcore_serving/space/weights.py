@@ -13,11 +13,19 @@ from typing import Any, NamedTuple
 
 from flagcore_importers.programs import strip_dashes
 from flagcore_models.gguf import context_length
-from flagcore_models.keys import context_of, format_of_weights, is_mxfp4, section_of
+from flagcore_models.keys import (
+    NVFP4,
+    NVFP4_WEIGHTS,
+    algorithms_of,
+    context_of,
+    format_of_weights,
+    is_mxfp4,
+    section_of,
+)
 from flagcore_models.layers import attention_counts, mixer_counts, weights_by_group
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.parts.tower import VisionTower
-from flagcore_models.public import GGUF_BITS, find_public
+from flagcore_models.public import GGUF_BITS, PUBLISHERS, find_public
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task
@@ -139,6 +147,7 @@ def has_unknown_format(weights: str) -> bool:
 
 
 ATTENTION, DENSE, SHARED, EXPERTS, MTP = "attention", "dense", "shared experts", "experts", "multi-token prediction"
+HEAD = "head"
 _MODULES = {
     ATTENTION: ("model.layers.{middle}.self_attn.o_proj",),
     DENSE: ("model.layers.0.mlp.down_proj",),
@@ -160,6 +169,9 @@ class Quantization(NamedTuple):
     - `bytes`: bytes per quantized weight with its scales. None means those of its format.
     - `wide`: the parts of the model that are stored in 16 bits.
     - `experts`, `attention`: the format of routed experts and of attention projections; empty if that of the others.
+    - `head`: the format of the output head; empty if that is 16 bits.
+    - `others`: the format of the other weights; empty if it is the precision of the spec.
+    - `weights_only`: whether activations keep 16 bits, so that all but attention is multiplied in 16 bits.
     """
 
     block: int = 1
@@ -167,6 +179,9 @@ class Quantization(NamedTuple):
     wide: frozenset[str] = frozenset()
     experts: str = ""
     attention: str = ""
+    head: str = ""
+    others: str = ""
+    weights_only: bool = False
 
 
 def quantization(spec: Spec) -> Quantization | None:
@@ -174,30 +189,49 @@ def quantization(spec: Spec) -> Quantization | None:
 
     Sources: the formats' `quantization_config`, and what vLLM 0.33 and SGLang 0.5.23 require of shards
     (`validate_fp8_block_shape`, `check_marlin_supports_layer`). DeepSeek-V4 has `expert_dtype: fp4` for routed experts
-    of 4 bits with a scale per 32 weights beside FP8 (vLLM `models/deepseek_v4`).
+    of 4 bits with a scale per 32 weights beside FP8 (vLLM `models/deepseek_v4`), which the precision mxfp4 means, too.
     """
-    weights = spec.serve.weights
-    if weights is None or (os.path.isfile(weights) and not weights.endswith(".json")):
+    weights, precision = spec.serve.weights, spec.serve.precision
+    if weights is not None and os.path.isfile(weights) and not weights.endswith(".json"):
         return None
-    public = None if os.path.exists(weights) else find_public(weights)
-    config = public[0] if public else _config(weights)
+    public = _named(spec) if weights is None else None if os.path.exists(weights) else find_public(weights)
+    config = public[0] if public else _config(weights) if weights else {}
     if not (found := _settings_of(config)):
-        return Quantization(block=_GROUP) if public and public[1] == "int4" else None
+        return Quantization(block=_GROUP) if weights and public and public[1] == "int4" else None
     sizes = _block_sizes(found)
-    name = format_of_weights(config)
+    name, algorithms = format_of_weights(config), algorithms_of(found)
+    has_narrow_head = algorithms.get("lm_head") in NVFP4
+    has_fp8_attention = any("attn" in layer and each == "FP8" for layer, each in algorithms.items())
+    is_own = public is None or public[1] == precision
     is_int4 = name == "int4" and not is_mxfp4(config)
     has_fp4_experts = "fp4" in (config.get("expert_dtype"), found.get("expert_dtype"))
+    has_fp4_experts &= precision == "mxfp4" or (name == precision and weights is not None)
     return Quantization(
-        block=max(sizes, default=1),
+        block=max(sizes, default=1) if weights else 1,
         bytes=0.5 + 2.0 / sizes[0] if is_int4 and sizes and sizes[0] != _GROUP else None,
         wide=_wide_parts(
             tuple(str(each) for key in _IGNORED if isinstance(found.get(key), list) for each in found[key]),
             spec.model.num_layers // 2,
             "experts.0." if spec.model.num_moe_experts else "",
         ),
-        experts="mxfp4" if has_fp4_experts and name == spec.serve.precision else "",
-        attention=str(found.get("attention_dtype", "")) if public and public[1] == spec.serve.precision else "",
+        experts="mxfp4" if has_fp4_experts else "",
+        attention=str(found.get("attention_dtype", "fp8" if has_fp8_attention else "")) if is_own else "",
+        head=str(found.get("head_dtype", "nvfp4" if has_narrow_head else "")) if is_own else "",
+        others=str(name) if has_fp4_experts and name != precision else "",
+        weights_only=is_own and NVFP4_WEIGHTS in algorithms.values(),
     )
+
+
+def _named(spec: Spec) -> tuple[dict[str, Any], str | None] | None:
+    """Return the config.json and the format of the public checkpoint that a job without weights names by its model and
+    its precision: the model's own, or that of the usual publisher of this precision. None if there is none."""
+    name, precision = spec.model.name or "", spec.serve.precision
+    publisher = PUBLISHERS.get(precision, "")
+    for each in (name, f"{publisher}/{name.rpartition('/')[2]}-{precision}"):
+        found = find_public(each) if name else None
+        if found and (precision == found[1] or (precision == "mxfp4" and "fp4" in str(found[0].get("expert_dtype")))):
+            return found
+    return None
 
 
 def _block_sizes(found: Mapping[str, Any]) -> list[int]:
@@ -248,14 +282,18 @@ def weight_bytes(task: Task) -> float:
     weights = task.spec.serve.weights
     if weights is not None and os.path.isfile(weights):
         return float(os.path.getsize(weights))
-    precision, vision = task.spec.serve.precision, task.spec.model.vision
-    width, stored = STORED_BYTES.get(precision, BYTES.get(precision, 2.0)), quantization(task.spec)
+    stored, vision = quantization(task.spec), task.spec.model.vision
+    precision = (stored and stored.others) or task.spec.serve.precision
+    width = STORED_BYTES.get(precision, BYTES.get(precision, 2.0))
     wide = {"", *stored.wide} if stored else set()
     width = (stored and stored.bytes) or width
     parts, formats = {EXPERTS: stored.experts, ATTENTION: stored.attention} if stored else {}, {**BYTES, **STORED_BYTES}
     widths = dict.fromkeys(wide, 2.0) | {part: formats[form] for part, form in parts.items() if form}
+    model, saved = task.spec.model, 0.0
+    if stored and stored.head and model.untie_embeddings_and_output_weights:
+        saved = (2.0 - formats[stored.head]) * model.vocab_size * model.hidden_size
     text = sum(number * widths.get(group, width) for group, number in weights_by_group(task.spec.model).items())
-    return text + (2.0 * VisionTower(vision=vision).weights if vision else 0.0)
+    return text - saved + (2.0 * VisionTower(vision=vision).weights if vision else 0.0)
 
 
 def cache_bytes_per_token(model: Model, element_bytes: float, tokens: float = 1.0, computed: float = 0.0) -> float:

@@ -100,6 +100,8 @@ def test_a_vision_tower_that_is_not_loaded_changes_nothing(
 
 PROFILE = {"input_len": 1024, "output_len": 256, "concurrency": 64}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+WEIGHTS_ONLY = {"quant_algo": "W4A16_NVFP4"}
+LAYERS = {"layers.0.linear_attn.out_proj": {"quant_algo": "FP8"}, "layers.0.mlp": WEIGHTS_ONLY, "lm_head": WEIGHTS_ONLY}
 GROUPS = {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}}
 V3 = {
     "model_type": "deepseek_v3",
@@ -171,6 +173,10 @@ def test_shared_experts_of_deepseek_v4_are_padded_to_whole_blocks(version: str, 
         ({"quant_method": "fp8", "ignored_layers": ["model.layers.0.mlp.down_proj"]}, Quantization(wide={DENSE})),
         ({"quant_method": "quark", "exclude": ["model.layers.*.self_attn.o_proj"]}, Quantization(wide={ATTENTION})),
         ({"quant_method": "fp8", "ignore": ["re:(a+)+$", "re:["]}, Quantization()),
+        (
+            {"quant_method": "modelopt", "quantized_layers": LAYERS},
+            Quantization(attention="fp8", head="nvfp4", weights_only=True),
+        ),
         (None, None),
     ],
 )
@@ -197,6 +203,24 @@ def test_a_public_name_has_the_context_and_the_format_of_its_checkpoint(
     spec = planned("vllm", weights=name, model=replace(MODEL, num_moe_experts=8)).spec
     assert context_limit(spec) == context
     assert quantization(spec) == weights
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "expected"),
+    [
+        ("Qwen/Qwen3.6-27B", "nvfp4", Quantization(attention="fp8", weights_only=True)),  # that of its usual publisher
+        ("Qwen/Qwen3.6-35B-A3B", "nvfp4", Quantization(attention="fp8", head="nvfp4", weights_only=True)),
+        ("Qwen/Qwen3.6-27B", "int4", None),
+        ("deepseek-ai/DeepSeek-V4-Flash", "mxfp4", Quantization(experts="mxfp4", others="fp8")),
+        ("deepseek-ai/DeepSeek-V4-Flash", "fp8", Quantization()),
+        ("", "nvfp4", None),
+    ],
+)
+def test_a_job_without_weights_has_the_checkpoint_that_its_precision_means(
+    name: str, precision: str, expected: Quantization | None
+) -> None:
+    job = planned("vllm", weights=None, precision=precision, model=replace(MODEL, name=name))
+    assert quantization(job.spec) == expected
 
 
 def test_sequences_in_captured_graphs_need_a_state_each() -> None:

@@ -314,6 +314,15 @@ def test_attention_may_have_a_format_of_its_own() -> None:
     assert own - narrow == pytest.approx(36 * 2 * 4096 * (4096 + 1024) * (1.0 - 0.5625))
 
 
+def test_a_head_may_have_a_format_of_its_own() -> None:
+    of = serving(DENSE)
+    own, stages = of._replace(head=("bf16", 0.5625)), settings(pipeline=[1.0, 2.0])
+    saved = (weight_bytes(of, stages) - weight_bytes(own, stages)).tolist()
+    assert saved == [pytest.approx(151936 * 4096 * (2.0 - 0.5625)), 0.0]  # a stage with an embedding has no head
+    times = [iteration_costs(each, settings(), costs()).sampled[0, 0] for each in (of, own)]
+    assert times[1] < 0.5 * times[0]
+
+
 def test_narrow_weights_leave_tables_in_16_bits() -> None:
     tables = 2 * 2 * 151936 * 4096
     wide, narrow = (weight_bytes(serving(precision=name), settings())[0] for name in ("bf16", "fp8"))

@@ -15,6 +15,7 @@ from flagcore_serving.model import candidates, request_times, simulated_load
 from flagcore_serving.model.closed_loop import PARTS
 from flagcore_serving.model.predict import crowding, serving_of
 from flagcore_serving.model.predict import predict as predict_engine
+from flagcore_serving.model.products import linear
 from flagcore_serving.model.simulated_load import STEADY_RATIO
 from flagcore_serving.model.work import UNFITTED, overheads_of
 from flagcore_serving.published import LAYOUT
@@ -80,6 +81,16 @@ def test_an_architecture_may_have_its_own_kernels_of_experts() -> None:
     on, own = task(precision="fp8"), replace(UNFITTED, grouped={CHIP.architecture: {"fp8": {"rows": 32.0}}})
     others = replace(UNFITTED, grouped={"other": own.grouped[CHIP.architecture]})
     assert [serving_of(on, Roofline(chip=CHIP), each).overheads.rows for each in (own, others)] == [32.0, 8.0]
+
+
+def test_weights_that_are_only_stored_in_4_bits_are_multiplied_in_16_perhaps_slower() -> None:
+    on, roofline = task(precision="nvfp4", model=replace(DENSE, name="Qwen/Qwen3.6-27B")), Roofline(chip=CHIP)
+    own = replace(UNFITTED, grouped={CHIP.architecture: {"w4a16": {"converted": 0.5}}})
+    found = serving_of(on, roofline, own)
+    assert (found.precision, found.weight_bytes, found.projections) == ("bf16", 0.5625, ("fp8", None))
+    usual, tokens = found._replace(overheads=UNFITTED), np.array([[1.0, 8192.0]])
+    times = [linear(each, roofline, tokens, 5120.0, 5120.0, "dense")[0] for each in (usual, found)]
+    assert times[1] - times[0] == pytest.approx([0.0, times[0][1] - times[0][0]])
 
 
 def test_a_trial_takes_the_time_of_its_requests_at_all_points() -> None:
