@@ -208,6 +208,9 @@ def test_sizes_in_python_are_asked_for(tmp_path: Path, monkeypatch: pytest.Monke
     assert (known["train"]["seq_length"], known["train"]["global_batch_size"]) == (8192, 8)
     defaults = {name: row["default"] for name, row in known["train"]["program"]["knobs"].items()}
     assert defaults == {MBS: 8, TP: 8, AC: "full"}
+    before_0_3 = read_command(None, [f"{start} llama3_8b --activation_checkpoint.mode=full"]).data
+    row = before_0_3["train"]["program"]["knobs"][AC]
+    assert (row["flag"], row["default"]) == ("--activation_checkpoint.mode", "full")
     words = f"{start} my_llama3_8b --model.name llama3 --model.flavor 8B"
     with pytest.raises(SpecError, match=r"training\.seq_len"):
         read_command(None, [words])
