@@ -315,6 +315,22 @@ def test_axolotls_fused_losses_never_have_all_logits(
     assert not has_tiled_loss(spec), "a plan on another machine, without the file"
 
 
+@pytest.mark.parametrize(
+    ("words", "is_tiled"),
+    [
+        ("--model Qwen/Qwen2.5-7B --use_liger_kernel true", True),
+        ("--model Qwen/Qwen2.5-7B", False),
+        ("--model Qwen/Qwen2.5-7B --use_liger_kernel true --enable_channel_loss true", False),
+        ("--model Qwen/Qwen2.5-7B --use_liger_kernel true --sequence_parallel_size 2", False),
+        ("--model zai-org/GLM-4.5-Air --use_liger_kernel true", False),  # glm4_moe is not among Liger's families
+    ],
+)
+def test_the_fused_loss_of_liger_in_ms_swift(words: str, is_tiled: bool) -> None:
+    command = f"swift sft --tuner_type full --max_length 8192 --deepspeed zero3 {words}"
+    data = read_command(None, [f"NPROC_PER_NODE=4 {command}"], chip="A100-80GB").data
+    assert has_tiled_loss(open_spec(data, None, (), plan=True).problem.platform.task.spec) == is_tiled
+
+
 OPENRLHF = "--pretrain {} --max_len 512 --train_batch_size 64 --micro_train_batch_size 2"
 """Sizes in the words of OpenRLHF before 0.11."""
 

@@ -41,8 +41,9 @@ def has_tiled_loss(spec: Spec) -> bool:
     if name is None or TILED_LOSS not in TABLES[name]["keys"]:
         return bool(TABLES[name].get(TILED_LOSS) if name else spec.train.assumed.get(TILED_LOSS))
     with suppress(SpecError):  # its files are elsewhere
-        has_kernel = re.search(TABLES[name].get("tiled_families", ""), spec.model.family)
-        return bool(has_kernel) and reading(spec).is_on(TILED_LOSS)
+        has_kernel, own = re.search(TABLES[name].get("tiled_families", ""), spec.model.family), reading(spec)
+        is_whole = "whole_loss" in TABLES[name]["keys"] and own.is_on("whole_loss")
+        return bool(has_kernel) and own.is_on(TILED_LOSS) and not is_whole
     return False
 
 
