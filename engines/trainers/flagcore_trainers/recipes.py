@@ -183,9 +183,6 @@ def _part(read: Reading, shape: Model, devices: int, replicas: int, notes: Notes
 
 def _note_unread(read: Reading, notes: Notes) -> None:
     """Add notes on the keys that are not in the predictions: a note for each reason."""
-    if offloaded := [each for each in read.values("checkpointing") if str(each).startswith("offload")]:
-        text = f"{offloaded[0]}: predicted as full, with checkpoints on the device and without their copies"
-        notes.note(name_of(read.keys["checkpointing"].names[0]), text, "auto_tuner.baseline")
     reasons = dict[str, list[str]]()
     for each in read.unread():
         reasons.setdefault(f"not in the predictions{each.reason}", []).append(each.key)
@@ -331,7 +328,7 @@ def on_fsdp(read: Reading, replicas: int) -> Part:
     baseline: dict[str, Any] = {fs.REPLICATE: groups, fs.SHARD: replicas // groups}
     baseline |= {name: size for name in SIZES if (size := read.size(name)) > 1}
     checkpoints = "selective" if "selective" in read.values("checkpointing") else "full"
-    baseline[fs.AC] = checkpoints if read.is_on("checkpointing") else "none"
+    baseline[fs.AC] = checkpoints if read.has_checkpoints() else "none"
     baseline |= {name: True for name in (fs.OFFLOAD, fs.COMPILE) if read.is_on(name)}
     is_bf16, is_shared = _precision(read) == "bf16", read.is_on("fsdp")
     if not is_bf16 or is_shared or _adapter(read, Notes()):
@@ -387,7 +384,7 @@ def on_deepspeed(read: Reading, hidden_size: int, notes: Notes) -> Part:
         raise SpecError(key=STAGE, value=stage, problem="is not a stage of ZeRO from 0 to 3", fix="correct it")
     baseline: dict[str, Any] = {"zero_stage": int(stage)}
     baseline["offload_optimizer"] = "cpu" if content.get(DEVICE) in ("cpu", True) else "none"
-    baseline[fs.AC] = "full" if read.is_on("checkpointing") else "none"
+    baseline[fs.AC] = "full" if read.has_checkpoints() else "none"
     baseline |= {name: size for name in (fs.TP, fs.CP) if (size := read.size(name)) > 1}
     baseline |= _of_zero(content, hidden_size)
     has_trials = "set" in read.row and "deepspeed" in read.given and file.is_file()

@@ -286,7 +286,7 @@ def test_large_logits_name_the_fused_loss_where_it_is_not_predicted(
 @pytest.mark.parametrize(
     ("line", "key", "word"),
     [
-        ("gradient_checkpointing: offload", "gradient_checkpointing", "offload"),
+        ("gradient_checkpointing: offload", "gradient_checkpointing", "transfers"),
         ("qat: {weight_dtype: int4}", "qat.weight_dtype", "fake quantization"),
     ],
 )
