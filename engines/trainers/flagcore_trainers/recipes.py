@@ -19,6 +19,7 @@ from flagcore_training.adapters import (
     TARGETS,
     absent_targets,
     adapter_section,
+    add_parameters,
     by_own_name,
     layer_names,
     linear_layers,
@@ -95,6 +96,8 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
             notes.note("adapter", text, "train.adapter.targets")
     if shape.experts and "adapter" in train and not read.on_megatron and "lists_layers" in read.row:
         _list_layers(shape, train["adapter"], notes)
+    if is_peft and shape.experts:
+        add_parameters(shape, train["adapter"], read)
     is_left = shape.experts and "base" in train.get("adapter", {}) and not read.is_on("experts")
     if is_left and "casts" in read.row and not is_split:
         train["adapter"]["fp32_experts"] = True

@@ -346,6 +346,17 @@ def test_offloaded_activations_leave_two_checkpoints_on_the_device(preset: str) 
     assert peaks[0] - peaks[1] == pytest.approx(30 * 32768 * 4096 * 2)
 
 
+@pytest.mark.parametrize("layers", ["", "lora_target_modules: [q_proj]\n", "lora_target_linear: true\n"])
+def test_parameters_of_experts_have_adapters(layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = f"adapter: lora\n{layers}lora_target_parameters: [experts.gate_up_proj, experts.down_proj, mlp.gate.weight]"
+    targets = _axolotl(tmp_path, text)["train"]["adapter"]["targets"]
+    assert targets[-2:] == ["experts.gate_up_proj", "experts.down_proj"]
+    assert ("q_proj" in targets, "in_proj" in targets) == ("q_proj" in layers or "linear" in layers, "linear" in layers)
+    with pytest.raises(SpecError, match="lora_target_parameters"):
+        _axolotl(tmp_path, f"{text}\nlora_dropout: 0.05")
+
+
 @pytest.mark.parametrize(
     ("text", "checkpoints"),
     [

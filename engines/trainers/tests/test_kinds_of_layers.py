@@ -23,6 +23,7 @@ from flagcore_trainers.meaning import layout_of, training, weights_of_rank
 from flagcore_trainers.torchtitan import TORCHTITAN
 from flagcore_trainers.trainer import COMMAND
 from flagcore_training.adapters import BASE_BYTES, adapter_section
+from flagcore_training.peft import PARAMETERS
 
 from engines.models.tests.examples import layer_of
 from flagcore.domain.model import Mixer, Model, Product
@@ -293,6 +294,22 @@ def test_layers_have_the_names_of_a_family(family: str, sizes: dict[str, Any], n
     shape = model_of_config({"model_type": family, **SIZES, **sizes}, name=family, file="config.json")
     section: dict[str, Any] = adapter_section("lora", 8, names)
     job = task(shape, engine="fsdp2", adapter=Adapter(rank=8, targets=tuple(section["targets"])))
+    sharded = memory_job(job, fsdp2_columns(), fused_norm=False)
+    assert layers_of_rank(sharded, layer_counts(shape), only_trained=True)[0] == weights
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "weights"),
+    [  # of `get_peft_model` with `target_parameters` of both matrices beside q_proj, as above
+        ("gpt_oss", {**GROUPED, "num_experts": 8}, 110_592),
+        ("qwen3_moe", ROUTED, 73_728),
+        ("qwen3_5_moe_text", {**SHARED, **DELTA}, 71_168),
+        ("mixtral", {**GROUPED, "num_experts": 8}, 110_592),
+    ],
+)
+def test_parameters_of_experts_have_the_rank_of_the_recipe(family: str, sizes: dict[str, Any], weights: int) -> None:
+    shape = model_of_config({"model_type": family, **SIZES, **sizes}, name=family, file="config.json")
+    job = task(shape, engine="fsdp2", adapter=Adapter(rank=8, targets=("q_proj", *PARAMETERS)))
     sharded = memory_job(job, fsdp2_columns(), fused_norm=False)
     assert layers_of_rank(sharded, layer_counts(shape), only_trained=True)[0] == weights
 
