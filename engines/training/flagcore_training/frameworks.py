@@ -50,6 +50,12 @@ def keeps_activations_on_host(spec: Spec) -> bool:
     return name is not None and _is_on(spec, name, "host_activations")
 
 
+def has_narrow_moments(spec: Spec) -> bool:
+    """Return whether both moments of Adam have 8 bits, by the framework of a spec's command."""
+    name = framework_of(spec.train.command or ())
+    return name is not None and _is_on(spec, name, "narrow_moments")
+
+
 def _is_on(spec: Spec, framework: str, target: str) -> bool:
     """Return whether a target is on in a job whose files are here."""
     with suppress(SpecError):
@@ -94,6 +100,8 @@ class Reading(dialect.Reading):
         self.on_megatron = bool(re.search(mark, self.text) or mark in given or variables & {*around})
         super().__init__(_dialect(framework, on_megatron=self.on_megatron), given, around)
         self.drop("host_activations")  # their transfers take no predicted time
+        others = [name for name, is_narrow in self.found("narrow_moments").items() if not is_narrow]
+        self._dropped |= {each for each in others if not self.dialect.is_harmless(each, self.given[each])}
 
     def set_in_command(self, name: str) -> dict[str, Any]:
         """Return the names of a meaning that are set to other values than off or `auto`, with these."""
