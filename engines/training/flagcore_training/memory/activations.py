@@ -296,8 +296,8 @@ def head(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
     The loss stores fp32 probabilities. At its peak, the 16-bit logits are allocated as well. In backward the 16-bit
     gradient replaces them while the gradients of input and weight are computed. megatron-core's own fused loss stores
     as much (`fused_cross_entropy.py`, core_v0.16 to 0.20); transformer-engine's works in place on the logits before
-    release 2.19, which copies them first: one more tensor of logits at the peak of forward, not included. Until the loss
-    is done, autograd keeps the result of a soft cap's tanh (Megatron-Bridge @067f987d `gemma/modeling_gemma4.py`).
+    release 2.19, which copies them first: one more tensor of logits at the peak of forward, not included. Until the
+    loss is done, autograd keeps the result of a soft cap's tanh (Megatron-Bridge @067f987d `gemma/modeling_gemma4.py`).
     Unless they were freed, the logits of the last depth of multi-token prediction are still allocated.
     """
     logits = _logits(train, layout, sizes)
