@@ -366,7 +366,8 @@ _PARSERS: Mapping[str, Callable[[Knob, object], Any]] = {
 
 def _suggestion(knob: Knob, value: object) -> str:
     """Return a fix for an invalid value: the most similar valid value, or all valid values."""
-    values = [_as_yaml(each) for each in knob.values or knob.words]
+    given = ("null" if each is None else each for each in knob.values or knob.words)
+    values = [str(each).lower() if isinstance(each, bool) else str(each) for each in given]
     if isinstance(value, str) and (similar := closest(value, values)):
         return f"did you mean {similar}?"
     if values:
@@ -377,7 +378,3 @@ def _suggestion(knob: Knob, value: object) -> str:
     null = ", or null" if knob.neutral is None and knob.kind == "int" else ""
     spellings_text = "".join(f", or {word}" for word in knob.spellings)
     return f"use {kinds.get(knob.kind, f'a whole number{low}{high}')}{null}{spellings_text}"
-
-
-def _as_yaml(value: KnobValue) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

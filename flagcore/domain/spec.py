@@ -29,7 +29,8 @@ TOKENS_PER_SECOND_PER_DEVICE = "tokens_per_second_per_device"
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4", "mxfp4"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj", "out_proj"]
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj", "out_proj",
+                 "experts.gate_up_proj", "experts.down_proj"]  # fmt: skip
 KIND, SLOTS = "{type}", "{slots}"
 """Placeholders in the user's command on several node groups: the name of the host's group, and the host's number of
 devices."""
@@ -101,7 +102,8 @@ class Adapter:
     """Inner width of the adapters."""
     targets: str | tuple[str, ...] = "all-linear"
     """Layers with an adapter: all-linear (all but embedding, router and head, or what a library takes), or projections
-    of queries, keys, values, attention output, networks and experts, and of other mixers (in_proj, out_proj)."""
+    of queries, keys, values, attention output, networks and experts, of other mixers (in_proj, out_proj), or the
+    parameters of stacked experts (experts.*)."""
     base: Annotated[str, OneOf(("nf4", "int8", "fp32"))] | None = None
     """Number format of the frozen linear layers, fp32 of all weights; null: nf4 for qlora, else that of the job."""
     quantized_experts: bool = False

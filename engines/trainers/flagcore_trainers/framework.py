@@ -97,9 +97,10 @@ def fixed(read: Reading, knobs: Sequence[Knob], own: Mapping[str, KnobValue]) ->
     Weights are shared by the ranks that the other sizes leave.
     """
     found = dict[str, tuple[KnobValue, ...]]()
+    is_replaced = read.is_on("checkpointing") and not read.has_checkpoints()
     for knob in knobs:
         value = own.get(knob.name, knob.neutral)
-        if knob.name == fs.AC and value in CHECKPOINTS and key_of(read, knob.name):
+        if knob.name == fs.AC and value in CHECKPOINTS and key_of(read, knob.name) and not is_replaced:
             found[knob.name] = CHECKPOINTS
         elif knob.name != fs.SHARD and (knob.name == fs.AC or not key_of(read, knob.name)):
             found[knob.name] = (value,)

@@ -365,12 +365,14 @@ def _titan_program(read: Reading, stages: int, knobs: Sequence[str] | None, note
 
 
 def _registry_rows(words: Sequence[str]) -> dict[str, Any]:
-    """Return rows with the values of knobs that the registry sets, and the command does not."""
-    own = _of_registry({name: value for name, value, _start, _end in placed(words)})
-    found = {name: own.get(TITAN.keys[name][0]) for name in (MICRO_BATCH, TP, AC)}
+    """Return rows with the values of knobs that the registry sets, and the command does not, and of an old option."""
+    given = {name: value for name, value, _start, _end in placed(words)}
+    found = {name: _of_registry(given).get(TITAN.keys[name][0]) for name in (MICRO_BATCH, TP, AC)}
     if any(each.startswith("activation-checkpoint:") for each in words):
         found.pop(AC, None)
-    return {name: {"default": value} for name, value in found.items() if value not in (None, 1, "selective")}
+    rows = {name: {"default": value} for name, value in found.items() if value not in (None, 1, "selective")}
+    key = TITAN.keys[AC][0]  # an option of releases before the subcommand
+    return {**rows, AC: _titan_row(AC, key, given[key])} if key in given else rows
 
 
 def _without_shards(words: list[str], read: Reading) -> list[str]:

@@ -17,7 +17,7 @@ import numpy as np
 from flagcore_models.layers import attention_counts, embedding_of, layer_counts, layer_embeddings
 from flagcore_models.mixers.attention import Attention
 from flagcore_training.adapters import absent_targets
-from flagcore_training.frameworks import has_tiled_loss
+from flagcore_training.frameworks import has_tiled_loss, keeps_activations_on_host
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
 from flagcore_training.memory.activations import stored_scores
@@ -94,6 +94,7 @@ def moments(train: Training, layout: Layout) -> Moments:
         split_tokens=layout.sequence_parallel > 0,
         gradients_wait=False,
         tiled_loss=train.options.tiled_loss,
+        host_activations=train.options.host_activations,
         loss_parts=train.options.loss_parts,
         adapter=train.options.adapter,
         dora_stored=PEFT_STORED,
@@ -278,6 +279,7 @@ def training(task: Task, stage: int, offload: int, states: StateSection) -> Trai
         overlap_grad_reduce=True,
         fused_adam=states.fused_adam,
         tiled_loss=has_tiled_loss(task.spec),
+        host_activations=keeps_activations_on_host(task.spec),
         adapter=train.adapter,
         peft=Peft.of(task.spec.model),
         linked_devices=float(task.cluster.linked_devices),

@@ -19,6 +19,7 @@ from flagcore_training.adapters import (
     TARGETS,
     absent_targets,
     adapter_section,
+    add_parameters,
     by_own_name,
     layer_names,
     linear_layers,
@@ -95,6 +96,8 @@ def spec_of(start: Start, directory: Path, model: str | None) -> Imported:
             notes.note("adapter", text, "train.adapter.targets")
     if shape.experts and "adapter" in train and not read.on_megatron and "lists_layers" in read.row:
         _list_layers(shape, train["adapter"], notes)
+    if is_peft and shape.experts:
+        add_parameters(shape, train["adapter"], read)
     is_left = shape.experts and "base" in train.get("adapter", {}) and not read.is_on("experts")
     if is_left and "casts" in read.row and not is_split:
         train["adapter"]["fp32_experts"] = True
@@ -183,9 +186,6 @@ def _part(read: Reading, shape: Model, devices: int, replicas: int, notes: Notes
 
 def _note_unread(read: Reading, notes: Notes) -> None:
     """Add notes on the keys that are not in the predictions: a note for each reason."""
-    if offloaded := [each for each in read.values("checkpointing") if str(each).startswith("offload")]:
-        text = f"{offloaded[0]}: predicted as full, with checkpoints on the device and without their copies"
-        notes.note(name_of(read.keys["checkpointing"].names[0]), text, "auto_tuner.baseline")
     reasons = dict[str, list[str]]()
     for each in read.unread():
         reasons.setdefault(f"not in the predictions{each.reason}", []).append(each.key)
@@ -331,7 +331,7 @@ def on_fsdp(read: Reading, replicas: int) -> Part:
     baseline: dict[str, Any] = {fs.REPLICATE: groups, fs.SHARD: replicas // groups}
     baseline |= {name: size for name in SIZES if (size := read.size(name)) > 1}
     checkpoints = "selective" if "selective" in read.values("checkpointing") else "full"
-    baseline[fs.AC] = checkpoints if read.is_on("checkpointing") else "none"
+    baseline[fs.AC] = checkpoints if read.has_checkpoints() else "none"
     baseline |= {name: True for name in (fs.OFFLOAD, fs.COMPILE) if read.is_on(name)}
     is_bf16, is_shared = _precision(read) == "bf16", read.is_on("fsdp")
     if not is_bf16 or is_shared or _adapter(read, Notes()):
@@ -387,7 +387,7 @@ def on_deepspeed(read: Reading, hidden_size: int, notes: Notes) -> Part:
         raise SpecError(key=STAGE, value=stage, problem="is not a stage of ZeRO from 0 to 3", fix="correct it")
     baseline: dict[str, Any] = {"zero_stage": int(stage)}
     baseline["offload_optimizer"] = "cpu" if content.get(DEVICE) in ("cpu", True) else "none"
-    baseline[fs.AC] = "full" if read.is_on("checkpointing") else "none"
+    baseline[fs.AC] = "full" if read.has_checkpoints() else "none"
     baseline |= {name: size for name in (fs.TP, fs.CP) if (size := read.size(name)) > 1}
     baseline |= _of_zero(content, hidden_size)
     has_trials = "set" in read.row and "deepspeed" in read.given and file.is_file()

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from flagcore_importers.command import read_command
 from flagcore_trainers.fully_shard import AC, MBS, TP
@@ -208,6 +209,9 @@ def test_sizes_in_python_are_asked_for(tmp_path: Path, monkeypatch: pytest.Monke
     assert (known["train"]["seq_length"], known["train"]["global_batch_size"]) == (8192, 8)
     defaults = {name: row["default"] for name, row in known["train"]["program"]["knobs"].items()}
     assert defaults == {MBS: 8, TP: 8, AC: "full"}
+    before_0_3 = read_command(None, [f"{start} llama3_8b --activation_checkpoint.mode=full"]).data
+    row = before_0_3["train"]["program"]["knobs"][AC]
+    assert (row["flag"], row["default"]) == ("--activation_checkpoint.mode", "full")
     words = f"{start} my_llama3_8b --model.name llama3 --model.flavor 8B"
     with pytest.raises(SpecError, match=r"training\.seq_len"):
         read_command(None, [words])
@@ -310,6 +314,69 @@ def test_axolotls_fused_losses_never_have_all_logits(
     assert has_tiled_loss(spec) == is_tiled
     (tmp_path / "own.yaml").unlink()
     assert not has_tiled_loss(spec), "a plan on another machine, without the file"
+
+
+@pytest.mark.parametrize(
+    ("words", "is_tiled"),
+    [
+        ("--model Qwen/Qwen2.5-7B --use_liger_kernel true", True),
+        ("--model Qwen/Qwen2.5-7B", False),
+        ("--model Qwen/Qwen2.5-7B --use_liger_kernel true --enable_channel_loss true", False),
+        ("--model Qwen/Qwen2.5-7B --use_liger_kernel true --sequence_parallel_size 2", False),
+        ("--model zai-org/GLM-4.5-Air --use_liger_kernel true", False),  # glm4_moe is not among Liger's families
+    ],
+)
+def test_the_fused_loss_of_liger_in_ms_swift(words: str, is_tiled: bool) -> None:
+    command = f"swift sft --tuner_type full --max_length 8192 --deepspeed zero3 {words}"
+    data = read_command(None, [f"NPROC_PER_NODE=4 {command}"], chip="A100-80GB").data
+    assert has_tiled_loss(open_spec(data, None, (), plan=True).problem.platform.task.spec) == is_tiled
+
+
+@pytest.mark.parametrize("preset", ["fsdp2", "zero3"])
+def test_offloaded_activations_leave_two_checkpoints_on_the_device(preset: str) -> None:
+    """trl 1.16 brings a checkpoint back while that of the layer before is still there: 30 of 32 are on the host."""
+    words = f"trl sft --model_name_or_path meta-llama/Meta-Llama-3.1-8B --max_length 32768 --accelerate_config {preset}"
+    peaks = []
+    for further in ("", " --activation_offloading true"):
+        data = read_command(None, [f"{words} --per_device_train_batch_size 1{further}"], chip="H100-SXM").data
+        platform = open_spec(data, None, (), plan=True).problem.platform
+        values = {**{knob.name: knob.neutral for knob in platform.engine.knobs}, **data["auto_tuner"]["baseline"]}
+        row = {knob.name: np.array([knob.axis(()).encode(values[knob.name])]) for knob in platform.engine.knobs}
+        peaks.append(platform.engine.predict(platform.task, row, platform.costs).peak_allocated_bytes[0])
+    assert peaks[0] - peaks[1] == pytest.approx(30 * 32768 * 4096 * 2)
+
+
+@pytest.mark.parametrize("layers", ["", "lora_target_modules: [q_proj]\n", "lora_target_linear: true\n"])
+def test_parameters_of_experts_have_adapters(layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = f"adapter: lora\n{layers}lora_target_parameters: [experts.gate_up_proj, experts.down_proj, mlp.gate.weight]"
+    targets = _axolotl(tmp_path, text)["train"]["adapter"]["targets"]
+    assert targets[-2:] == ["experts.gate_up_proj", "experts.down_proj"]
+    assert ("q_proj" in targets, "in_proj" in targets) == ("q_proj" in layers or "linear" in layers, "linear" in layers)
+    with pytest.raises(SpecError, match="lora_target_parameters"):
+        _axolotl(tmp_path, f"{text}\nlora_dropout: 0.05")
+
+
+@pytest.mark.parametrize(
+    ("text", "checkpoints"),
+    [
+        ("adapter: lora\nactivation_offloading: true", "none"),
+        ("adapter: lora\ngradient_checkpointing: offload", "none"),
+        ("adapter: lora\nactivation_offloading: hidden_states", "full"),
+        ("adapter: lora\nactivation_offloading: false", "full"),
+        ("activation_offloading: true", "full"),
+    ],
+)
+def test_axolotl_offloads_instead_of_checkpoints_beside_adapters(
+    text: str, checkpoints: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text += "\ngradient_checkpointing: true" * ("gradient_checkpointing" not in text)
+    data = _axolotl(tmp_path, text)
+    assert data["auto_tuner"]["baseline"].get(AC, "none") == checkpoints
+    platform = open_spec(data, None, (), plan=True).problem.platform
+    axes = dict(zip((knob.name for knob in platform.engine.knobs), platform.engine.axes(platform.task), strict=True))
+    assert len({*axes[AC].values}) == (1 if checkpoints == "none" else 2)
 
 
 OPENRLHF = "--pretrain {} --max_len 512 --train_batch_size 64 --micro_train_batch_size 2"

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_importers.command import read_command
 from flagcore_megatron.engine import ENGINE as MEGATRON
 from flagcore_models.config import model_of_config
 from flagcore_models.layers import layer_counts, parameters, weights_by_group
@@ -23,6 +24,7 @@ from flagcore_trainers.meaning import layout_of, training, weights_of_rank
 from flagcore_trainers.torchtitan import TORCHTITAN
 from flagcore_trainers.trainer import COMMAND
 from flagcore_training.adapters import BASE_BYTES, adapter_section
+from flagcore_training.peft import PARAMETERS
 
 from engines.models.tests.examples import layer_of
 from flagcore.domain.model import Mixer, Model, Product
@@ -31,6 +33,7 @@ from flagcore.domain.spec import Adapter
 from flagcore.domain.work import Lengths
 from flagcore.spec.models import model_from
 from tests.product.tasks import DENSE, EXPERTS, costs, task
+from tests.tasks import planned
 
 ENGINES: dict[str, Any] = {"fsdp2": FSDP2, "deepspeed": DEEPSPEED, "torchtitan": TORCHTITAN}
 BYTES = 16.0
@@ -295,6 +298,43 @@ def test_layers_have_the_names_of_a_family(family: str, sizes: dict[str, Any], n
     job = task(shape, engine="fsdp2", adapter=Adapter(rank=8, targets=tuple(section["targets"])))
     sharded = memory_job(job, fsdp2_columns(), fused_norm=False)
     assert layers_of_rank(sharded, layer_counts(shape), only_trained=True)[0] == weights
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "weights"),
+    [  # of `get_peft_model` with `target_parameters` of both matrices beside q_proj, as above
+        ("gpt_oss", {**GROUPED, "num_experts": 8}, 110_592),
+        ("qwen3_moe", ROUTED, 73_728),
+        ("qwen3_5_moe_text", {**SHARED, **DELTA}, 71_168),
+        ("mixtral", {**GROUPED, "num_experts": 8}, 110_592),
+    ],
+)
+def test_parameters_of_experts_have_the_rank_of_the_recipe(family: str, sizes: dict[str, Any], weights: int) -> None:
+    shape = model_of_config({"model_type": family, **SIZES, **sizes}, name=family, file="config.json")
+    job = task(shape, engine="fsdp2", adapter=Adapter(rank=8, targets=("q_proj", *PARAMETERS)))
+    sharded = memory_job(job, fsdp2_columns(), fused_norm=False)
+    assert layers_of_rank(sharded, layer_counts(shape), only_trained=True)[0] == weights
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adafactor", "adamw_torch"]
+)
+def test_moments_in_8_bits_take_a_byte_each(optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But those of the embedding, which transformers' Trainer leaves in fp32. Other optimizers are named."""
+    monkeypatch.chdir(tmp_path)
+    text = "base_model: Qwen/Qwen3-8B\nsequence_len: 512\nfsdp_version: 2\nfsdp_config: {reshard_after_forward: true}\n"
+    static = []
+    for each in (optimizer, "adamw_torch"):
+        Path("own.yaml").write_text(f"{text}dp_shard_size: 8\noptimizer: {each}\n")
+        imported = read_command(None, ["axolotl train own.yaml"], chip="H100-SXM")
+        platform = planned(dict(imported.data))
+        values = {knob.name: knob.neutral for knob in FSDP2.knobs} | imported.data["auto_tuner"]["baseline"]
+        row = {knob.name: np.array([knob.axis(()).encode(values[knob.name])]) for knob in FSDP2.knobs}
+        static.append(FSDP2.predict(platform.task, row, platform.costs).static_bytes[0])
+        assert any("optimizer" in note.key for note in imported.notes) == (each == "adafactor")
+    weights = 8.19e9 - 151936 * 4096
+    saved = weights * (8.0 - 2.0 * (1.0 + 4.0 / 256.0)) / 8 if "8bit" in optimizer else 0.0
+    assert static[1] - static[0] == pytest.approx(saved, rel=0.001)
 
 
 def test_experts_stay_in_16_bits_unless_the_adapter_says_that_they_are_quantized() -> None:

@@ -41,7 +41,7 @@ dp_replicate_size: 2
 tensor_parallel_size: 2
 fsdp_version: 2
 fsdp_config: {reshard_after_forward: false, activation_checkpointing: true, offload_params: true}
-optimizer: adamw_bnb_8bit
+optimizer: adafactor
 """
 AUTOMODEL = """recipe: TrainFinetuneRecipeForNextTokenPrediction
 step_scheduler: {global_batch_size: 64, local_batch_size: 2}
@@ -286,7 +286,7 @@ def test_large_logits_name_the_fused_loss_where_it_is_not_predicted(
 @pytest.mark.parametrize(
     ("line", "key", "word"),
     [
-        ("gradient_checkpointing: offload", "gradient_checkpointing", "offload"),
+        ("gradient_checkpointing: offload", "gradient_checkpointing", "transfers"),
         ("qat: {weight_dtype: int4}", "qat.weight_dtype", "fake quantization"),
     ],
 )

@@ -8,7 +8,7 @@ AutoModel @36044ad3 `_peft/lora.py`.
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 from flagcore_models.layers import attention_counts, layers_of
@@ -19,9 +19,10 @@ from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Adapter, Target, Task
 from flagcore.errors import SpecError
 from flagcore.i18n import _
+from flagcore_training.frameworks import Reading
 from flagcore_training.layout import LayerSizes, Training
 from flagcore_training.lengths import ASSUMED, noted_lengths
-from flagcore_training.peft import TABLE, Peft
+from flagcore_training.peft import PARAMETERS, TABLE, Peft
 
 BASE_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / 64 / 256, "int8": 1.0, "fp32": 4.0}
 """Bytes per frozen weight in another format than the job's, with its scales: 4 bits, an 8-bit scale per 64 weights, and
@@ -53,7 +54,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 """The targets of other names of layers: those of Megatron, and of families of models in transformers."""
 SHARED = re.compile(r"shared_experts?\.")
 """What is in the path of a layer of shared experts, whose adapters are no adapters of routed experts."""
-TARGETS = get_args(Target)
+TARGETS = tuple(name for name in get_args(Target) if name not in PARAMETERS)
+"""The targets that are layers."""
 NOTED = re.compile(
     r"(?<!no )\b(?:(q?lora|dora)|peft)\b(?: +r(?:ank)? *=? *(\d+))?(?: on ((?:qkv|proj|fc1|fc2|\+)+)\b)?", re.IGNORECASE
 )
@@ -106,6 +108,23 @@ def adapter_section(kind: str, rank: object, names: object = None, base: str | N
     kind = "qlora" if base and kind != "dora" else kind if kind in ("dora", "qlora") else "lora"
     rank = {"rank": rank} if rank is not None else {}
     return {"kind": kind, **rank, **({"targets": targets} if targets else {}), **({"base": base} if base else {})}
+
+
+def add_parameters(model: Model, section: dict[str, Any], read: Reading) -> None:
+    """Add the stacked experts' parameters with adapters to `train.adapter` of a spec. Raises SpecError.
+
+    PEFT refuses them with a dropout. Those of routers are left out: they are few.
+    """
+    last = [name.rsplit(".", 1)[-1] for each in read.values("parameters") for name in layer_names(each)]
+    found = [PARAMETERS[name == "down_proj"] for name in last if name in ("gate_up_proj", "up_proj", "down_proj")]
+    if found and section.get("dropout"):
+        problem = _("has no adapters beside parameters with a dropout: PEFT 0.21 refuses them")
+        key = read.keys["parameters"].names[0]
+        raise SpecError(key=key, problem=problem, fix=_("set {key} = 0", key="lora_dropout"))
+    all_layers = [each for each in linear_layers(model, experts=False) if each in TARGETS]
+    is_all = "targets" not in section and (read.is_on("all_linear") or read.value("targets"))
+    own = all_layers if is_all else section.get("targets", [])
+    section |= {"targets": list(dict.fromkeys([*own, *found]))} if found else {}
 
 
 def by_own_name(model: Model, names: object) -> tuple[list[str], list[str]]:
@@ -178,7 +197,7 @@ def absent_targets(model: Model, adapter: Adapter | None, section: str = "train"
     """Return the targets that no linear layer of the model has. Raises SpecError if nothing would be trained."""
     if adapter is None or adapter.targets == "all-linear":
         return []
-    names = linear_layers(model)
+    names = [*linear_layers(model), *PARAMETERS[: 2 * bool(model.experts)]]
     absent = [name for name in adapter.targets if name not in names]
     if len(absent) == len(adapter.targets):
         problem = _("are no layers of the model: nothing would be trained")

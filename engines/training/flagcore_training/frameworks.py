@@ -40,9 +40,26 @@ def has_tiled_loss(spec: Spec) -> bool:
     name = framework_of(spec.train.command or ())
     if name is None or TILED_LOSS not in TABLES[name]["keys"]:
         return bool(TABLES[name].get(TILED_LOSS) if name else spec.train.assumed.get(TILED_LOSS))
-    with suppress(SpecError):  # its files are elsewhere
-        has_kernel = re.search(TABLES[name].get("tiled_families", ""), spec.model.family)
-        return bool(has_kernel) and reading(spec).is_on(TILED_LOSS)
+    has_kernel = re.search(TABLES[name].get("tiled_families", ""), spec.model.family)
+    return bool(has_kernel) and _is_on(spec, name, TILED_LOSS) and not _is_on(spec, name, "whole_loss")
+
+
+def keeps_activations_on_host(spec: Spec) -> bool:
+    """Return whether autograd's tensors go to the host until backward, by the framework of a spec's command."""
+    name = framework_of(spec.train.command or ())
+    return name is not None and _is_on(spec, name, "host_activations")
+
+
+def has_narrow_moments(spec: Spec) -> bool:
+    """Return whether both moments of Adam have 8 bits, by the framework of a spec's command."""
+    name = framework_of(spec.train.command or ())
+    return name is not None and _is_on(spec, name, "narrow_moments")
+
+
+def _is_on(spec: Spec, framework: str, target: str) -> bool:
+    """Return whether a target is on in a job whose files are here."""
+    with suppress(SpecError):
+        return reading(spec).is_on(target)
     return False
 
 
@@ -82,6 +99,9 @@ class Reading(dialect.Reading):
         mark, variables = self.row.get("megatron", "$^"), {"use_mca", "use_megatron_bridge"}
         self.on_megatron = bool(re.search(mark, self.text) or mark in given or variables & {*around})
         super().__init__(_dialect(framework, on_megatron=self.on_megatron), given, around)
+        self.drop("host_activations")  # their transfers take no predicted time
+        others = [name for name, is_narrow in self.found("narrow_moments").items() if not is_narrow]
+        self._dropped |= {each for each in others if not self.dialect.is_harmless(each, self.given[each])}
 
     def set_in_command(self, name: str) -> dict[str, Any]:
         """Return the names of a meaning that are set to other values than off or `auto`, with these."""
@@ -91,6 +111,11 @@ class Reading(dialect.Reading):
     def size(self, name: str) -> int:
         """Return a number of a meaning, by default 1."""
         return self.number(name) or 1
+
+    def has_checkpoints(self) -> bool:
+        """Return whether backward computes layers again: tensors on the host may replace this beside adapters."""
+        is_replaced = self.is_on("replaced_checkpoints") and self.value("adapter") != "full"
+        return self.is_on("checkpointing") and not is_replaced
 
     def is_idle(self, name: str) -> bool:
         return (".pipeline." in name and self.size(PP) == 1) or super().is_idle(name)

@@ -81,10 +81,10 @@ class Options:
     in 16 bits. The products of `wide_modules` are in 16 bits in all layers, those of `mxfp8_modules` in MXFP8;
     `Training.precision_of` lists the names (and "head"). With `frees_mtp_logits`, the logits of multi-token prediction
     are freed before those of the model are computed. With `in_place_loss`, the loss works in place on 16-bit logits.
-    With `tiled_loss`, backward computes the head again, on tiles of its logits. Plain layers without stages run head
-    and loss on `loss_parts` parts of the tokens, one after another. With `rope_fusion`, transformer-engine's layers
-    rotate queries and keys by one kernel. With `one_by_one`, other operations on the sequences of a pack run on each of
-    them.
+    With `tiled_loss`, backward computes the head again, on tiles of its logits. With `host_activations`, plain layers
+    without stages keep what autograd stores on the host until backward. They run head and loss on `loss_parts` parts of
+    the tokens, one after another. With `rope_fusion`, transformer-engine's layers rotate queries and keys by one
+    kernel. With `one_by_one`, other operations on the sequences of a pack run on each of them.
     """
 
     schedule: str | None = None
@@ -144,6 +144,7 @@ class Options:
     graphs: frozenset[str] = frozenset()
     cross_entropy_fusion: bool = False
     tiled_loss: bool = False
+    host_activations: bool = False
     loss_parts: float = 1.0
     in_place_loss: bool = False
     wide_layers: int = 0

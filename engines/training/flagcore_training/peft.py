@@ -14,6 +14,8 @@ from flagcore.domain.spec import Adapter
 from flagcore.spec.plain_data import package_yaml
 
 TABLE: Mapping[str, Any] = package_yaml(__package__, "peft.yaml")
+PARAMETERS = ("experts.gate_up_proj", "experts.down_proj")
+"""The targets that are parameters of stacked experts: of their inputs and of their outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Peft:
         """Return the rank and the outputs of each adapter beside one copy of a product.
 
         Layers that are no targets by their names have one only among all linear layers. Gate and up projection of
-        experts have one adapter of twice the rank.
+        experts have one adapter of twice the rank, unless it is one beside a parameter (PEFT's `target_parameters`).
         """
         rank, is_all, layers = adapter.rank, adapter.targets == "all-linear", product.layers
         if product.name == "router":
@@ -49,7 +51,9 @@ class Peft:
             return [(rank, product.outputs)] * (is_all and has_adapter)
         found = [each.width for each in layers if is_all or (product.adapts and each.name in adapter.targets)]
         if product.component == "experts":
-            return [(rank * len(layers), product.outputs)] * (self.adapts_experts and len(found) == len(layers))
+            is_parameter = PARAMETERS[any(each.name == "down_proj" for each in layers)] in adapter.targets
+            has_adapter = is_parameter or (self.adapts_experts and len(found) == len(layers))
+            return [(rank if is_parameter else rank * len(layers), product.outputs)] * has_adapter
         if product.component in ("ffn", "shared_experts") and self.adapts_experts:
             found = []
         elif product.component == "mixers" and product.split == "outputs":

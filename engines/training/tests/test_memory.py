@@ -317,6 +317,15 @@ def test_measured_peaks_with_transformer_engine_are_predicted(
     assert found.peak[0] / GIB == pytest.approx(measured, rel=0.005)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_soft_cap_keeps_a_value_of_each_logit(in_place: bool) -> None:
+    """Autograd keeps the result of its tanh, in the format of the logits, until the backward of the loss."""
+    capped = dataclasses.replace(LLAMA_70B, logit_cap_bytes=2)
+    found = (engine(each, 4096, cross_entropy_fusion=True, in_place_loss=in_place) for each in (capped, LLAMA_70B))
+    wide, plain = (training_memory(each, layout(data=8, sharded_optimizer=1)).peak[0] for each in found)
+    assert wide - plain == pytest.approx(2.0 * 4096 * LLAMA_70B.vocab_size, rel=0.1)
+
+
 EIGHT = layout(data=8, expert=8, sharded_optimizer=1, microbatches=32)
 """The layout behind the printed figures of DeepSeek-V3-16B-A3B (27 layers, 64 experts).
 

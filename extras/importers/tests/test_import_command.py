@@ -55,6 +55,13 @@ def keys(imported: ImportedSpec) -> set[str]:
     return {note.key for note in imported.notes}
 
 
+def test_a_schedule_of_batches_has_its_last_one() -> None:
+    training = TRAINING.replace("--global-batch-size 64", "--step-batch-size-schedule '0:384 200B:768 400B:1152'")
+    imported = read_command("megatron", [f"torchrun --nproc-per-node=4 pretrain_gpt.py {training}"], chip="H100-SXM")
+    assert imported.data["train"]["global_batch_size"] == 1152
+    assert any("step-batch-size-schedule" in key for key in keys(imported))
+
+
 @pytest.mark.parametrize("words", [["run.sh"], [f"torchrun --nproc-per-node=4 pretrain_gpt.py {TRAINING}"]])
 def test_a_training_command_is_its_own_baseline(words: list[str], tmp_path: Path) -> None:
     data = read_command("megatron", words, chip="H100-SXM").data

@@ -155,9 +155,10 @@ def _value(argument: Argument) -> Any:
 
 
 def _global_batch(flags: Flags, baseline: dict[str, Any], devices: int) -> Any:
-    """Return the global batch size. By default it is one micro-batch of each replica, as in Megatron."""
-    if (size := flags.get("global_batch_size")) is not None:
-        return size
+    """Return the global batch size: the last one of a schedule. By default it is one micro-batch of each replica."""
+    sizes = re.findall(r":(\d+)", str(flags.get("step_batch_size_schedule") or ""))
+    if sizes or (size := flags.get("global_batch_size")) is not None:
+        return int(sizes[-1]) if sizes else size
     replicas = devices // math.prod(baseline.get(name, 1) for name in SIZES[:3])
     flags.note("global_batch_size", "is missing: as in Megatron, one micro-batch of each replica", "train")
     return baseline["micro_batch_size"] * max(1, replicas)

@@ -78,7 +78,9 @@ class _PartBytes(NamedTuple):
 def activations(job: MemoryInputs) -> Activations:
     """Return the bytes that a rank without a pipeline stores and allocates.
 
-    What the embeddings of layers save stays until the end of backward.
+    What the embeddings of layers save stays until the end of backward. With `host_activations`, a checkpoint comes back
+    from the host while the one before it is still there; without checkpoints, tensors come back node by node, of which
+    a whole layer is the most (trl 1.16 `models/activation_offloading.py`).
     """
     model, u, tensor = job.model, job.value_bytes, job.tensor
     whole = u * model.hidden_size * job.tokens
@@ -87,8 +89,12 @@ def activations(job: MemoryInputs) -> Activations:
     found = {layer: _layer_activations(job, layer, hidden, whole, norm) for layer in layer_counts(model)}
     own = own_embeddings(model)
     embeddings = u * own.saved * job.tokens if own else 0.0 * job.tokens
+    stored = sum((found[layer].stored * number for layer, number in layer_counts(model).items()), embeddings)
+    if job.host_activations:
+        largest = np.max([each.stored for each in found.values()], axis=0)
+        stored = np.minimum(stored, np.where(job.checkpointing == 2, 2.0, 1.0) * largest)
     return Activations(
-        stored=sum((found[layer].stored * number for layer, number in layer_counts(model).items()), embeddings),
+        stored=stored,
         embeddings=embeddings,
         layers=found,
         hidden=hidden * model.residual_streams,

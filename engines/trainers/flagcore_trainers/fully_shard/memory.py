@@ -19,6 +19,8 @@ from flagcore.domain.space import FloatArray, IntArray
 from flagcore_trainers.fully_shard import DUALPIPEV, INTERLEAVED, ZBV
 from flagcore_trainers.fully_shard.activations import Activations, activations
 from flagcore_trainers.fully_shard.weights import (
+    MAIN_BYTES,
+    NARROW_MOMENTS,
     MemoryInputs,
     layers_of_rank,
     places,
@@ -94,7 +96,7 @@ def _with_pipeline(job: MemoryInputs) -> tuple[_Sizes, IntArray]:
         # The gradients of a backward in two passes wait for the next pass in their own data type.
         waiting = np.where((job.schedule == ZBV) & (r != u), u * gradients, 0.0)
         gathered = u * weights if is_trained else u * (trained[0] + edges) + base
-        held = 3.0 * job.main_bytes * own_trained + frozen + gathered + r * gradients + waiting
+        held = job.state_bytes * own_trained + frozen + gathered + r * gradients + waiting
         turns = splits & (place == size - 1.0)  # both stages are of this rank, so nothing is sent between them
         neighbours = act.hidden * (2.0 * parts - first - last - 2.0 * turns)
         buffers, flight = neighbours * job.microbatches, in_flight(job, place)
@@ -116,7 +118,7 @@ def _with_pipeline(job: MemoryInputs) -> tuple[_Sizes, IntArray]:
         moments.append(held + stored + loss * last)
         moments.append(held + stored - one + (u * (table + own) + act.hidden) * first)
         moments.append(ends + _reduction(job, np.where(first, (table + own) * is_trained, layer), n))
-        static = 4.0 * job.main_bytes * own_trained + frozen
+        static = (job.state_bytes + job.main_bytes) * own_trained + frozen
         peak = np.max(np.stack(np.broadcast_arrays(*moments)), axis=0)
         found.append(np.stack(np.broadcast_arrays(static, peak, place)))
     statics, peaks, ranks = np.stack(found, axis=1)
@@ -160,7 +162,9 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
     edges = table * (1.0 if is_tied else 2.0) + norm + own
     frozen = 0.0 * share if is_trained else share + max(u, job.stored_bytes[0]) * edges / n
     own_trained, table_gradient = own_trained + edges / n * is_trained, table * is_trained
-    states = np.where(job.offload, 0.0, 3.0 * main * own_trained + frozen)
+    # transformers' Trainer leaves the moments of the embedding in 32 bits (5.24 `trainer.py`).
+    wide = (2.0 * MAIN_BYTES - NARROW_MOMENTS) * job.narrow_moments * table_gradient / n
+    states = np.where(job.offload, 0.0, job.state_bytes * own_trained + wide + frozen)
     gradients = np.where(job.offload, 0.0, main * own_trained)
     # Gradients of earlier micro-batches are there from the start. Those of a single one fill up during backward.
     whole = r * (trained + edges * is_trained)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 from flagcore_models.layers import head_of, layer_counts, mixer_counts, network_counts
 from flagcore_models.mixers.attention import Attention
-from flagcore_training.frameworks import has_tiled_loss
+from flagcore_training.frameworks import has_narrow_moments, has_tiled_loss, keeps_activations_on_host
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
 from flagcore_training.memory.training import InUse, in_use
@@ -112,6 +112,7 @@ def memory_job(
         checkpointing=(columns[fs.AC] - 1).astype(np.float64),
         reduce_bytes=reduced,
         main_bytes=np.where(columns[fs.STATES] == 2, 2.0, weights.MAIN_BYTES),
+        narrow_moments=has_narrow_moments(task.spec),
         offload=columns[fs.OFFLOAD] > 0,
         replicated=columns[fs.REPLICATE] > 1,
         expert=layout.expert,
@@ -121,6 +122,7 @@ def memory_job(
         compiled_loss=compiled_loss,
         loss_parts=loss_parts,
         tiled_loss=has_tiled_loss(task.spec),
+        host_activations=keeps_activations_on_host(task.spec),
         sends_stay=sends_stay,
         whole_gradients=whole_gradients,
         casts=has_casts,

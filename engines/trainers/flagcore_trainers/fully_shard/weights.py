@@ -43,6 +43,8 @@ Pair: TypeAlias = tuple[FloatArray, FloatArray]
 
 TILE = (4096.0, 32768.0)
 """The most tokens and entries of the vocabulary of a tile of logits (trl 1.16 `kernels/chunked_logprob.py`)."""
+NARROW_MOMENTS = 2.0 * (1.0 + 4.0 / 256.0)
+"""Bytes of both moments of Adam in 8 bits, with an fp32 scale per 256 (bitsandbytes 0.49 `optim/optimizer.py`)."""
 MAIN_BYTES = 4.0
 """Bytes per sharded weight in fp32. A sharded gradient and each of both moments of Adam have the same format."""
 
@@ -55,11 +57,12 @@ class MemoryInputs:
     `replicated`: whether gradients are also summed over replicas.
     `schedule`: the code of the schedule of a pipeline, as in `space`.
     `checkpointing`: 0 none, 1 selective, 2 full. `reduce_bytes`: bytes of a gradient while it is reduced, and
-    `main_bytes` of a sharded weight, of its gradient, and of each moment of Adam.
+    `main_bytes` of a sharded weight, of its gradient, and of each moment of Adam, unless these are `narrow_moments`.
     `value_bytes`: bytes of an activation. `fused_norm`: whether norms are one kernel.
     `compiled_loss`: whether the loss is one kernel per pass, which reads and writes 16-bit logits.
     `loss_parts`: parts of the tokens of which head and loss run one after another, with their backward.
     `tiled_loss`: whether head and loss run on tiles of `TILE` logits at most, which backward computes again in place.
+    `host_activations`: whether what autograd stores is on the host until backward.
     `split_tokens`: whether tensor-parallel ranks divide the tokens between blocks.
     `gradients_wait`: whether the gradients of a layer's weights wait until all are there, to be reduced together.
     `casts`: whether autocast computes with fp32 weights: it keeps its casts of all layers until the loss is computed.
@@ -87,6 +90,7 @@ class MemoryInputs:
     compiled_loss: bool = False
     loss_parts: float = 1.0
     tiled_loss: bool = False
+    host_activations: bool = False
     split_tokens: BoolArray | bool = True
     gradients_wait: bool = True
     whole_gradients: bool = False
@@ -95,6 +99,12 @@ class MemoryInputs:
     adapter: Adapter | None = None
     dora_stored: float = DORA_STORED
     main_bytes: FloatArray | float = MAIN_BYTES
+    narrow_moments: bool = False
+
+    @property
+    def state_bytes(self) -> FloatArray | float:
+        """The bytes of a sharded weight and of its moments."""
+        return self.main_bytes + (NARROW_MOMENTS if self.narrow_moments else 2.0 * self.main_bytes)
 
     @property
     def logits(self) -> FloatArray:

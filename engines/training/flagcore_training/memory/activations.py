@@ -10,7 +10,7 @@ and layers without a gate Korthikanti et al. 2022 (arXiv 2205.05198). The busies
 from typing import NamedTuple
 
 import numpy as np
-from flagcore_models.layers import depth_of
+from flagcore_models.layers import depth_of, head_of
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_models.networks.experts import Experts
@@ -296,8 +296,9 @@ def head(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
     The loss stores fp32 probabilities. At its peak, the 16-bit logits are allocated as well. In backward the 16-bit
     gradient replaces them while the gradients of input and weight are computed. megatron-core's own fused loss stores
     as much (`fused_cross_entropy.py`, core_v0.16 to 0.20); transformer-engine's works in place on the logits before
-    release 2.19, which copies them first: one more tensor of logits at the peak of forward, not included. Unless they
-    were freed, the logits of the last depth of multi-token prediction are still allocated.
+    release 2.19, which copies them first: one more tensor of logits at the peak of forward, not included. Until the
+    loss is done, autograd keeps the result of a soft cap's tanh (Megatron-Bridge @067f987d `gemma/modeling_gemma4.py`).
+    Unless they were freed, the logits of the last depth of multi-token prediction are still allocated.
     """
     logits = _logits(train, layout, sizes)
     is_trained = train.options.adapter is None
@@ -346,9 +347,10 @@ class _Logits(NamedTuple):
 def _logits(train: Training, layout: Layout, sizes: Sizes) -> _Logits:
     vocab = padded_vocab(train.model, layout.tensor) / layout.tensor
     logits = sizes.unit * vocab * sizes.tokens
-    gradient_work = sizes.whole + sizes.scattered + sizes.weight * table_sizes(train, layout.tensor)[1]
+    capped = logits * (head_of(train.model).cap_bytes > 0)
+    gradient_work = sizes.whole + sizes.scattered + sizes.weight * table_sizes(train, layout.tensor)[1] - capped
     if train.options.in_place_loss and train.transformer_engine:
-        return _Logits(logits, logits, np.zeros_like(logits), gradient_work)
+        return _Logits(logits, logits + capped, np.zeros_like(logits), gradient_work)
     fp32_logits = 4.0 * vocab * sizes.tokens
-    half_logits = logits * (train.value_bytes == 2)
-    return _Logits(logits, fp32_logits, half_logits, np.maximum(half_logits, gradient_work + logits - fp32_logits))
+    half_logits, work = logits * (train.value_bytes == 2), gradient_work + logits - fp32_logits
+    return _Logits(logits, fp32_logits + capped, half_logits, np.maximum(half_logits, work))
