@@ -47,6 +47,9 @@ DRAFTED_TOKENS, NGRAM_TOKENS = 3, 12
 `speculative_hook.py`)."""
 DRAFTS_AHEAD_SINCE = (0, 5, 11)
 """The first release that plans the next batch ahead with drafts, too (`environ.py`: SGLANG_ENABLE_SPEC_V2)."""
+DRAFTS_FIRST_SINCE = (0, 5, 14)
+"""The first release that loads drafts before it sizes the cache, and frees their copies of embedding and head after it
+(`speculative/eagle_worker_v2.py`: alloc_memory_pool; up to 0.5.23, sgl-project/sglang pull request 32468)."""
 STATES_AHEAD_SINCE = (0, 5, 14)
 """The first release that does so, too, if it caches prefixes of a model with states (`server_args.py`: auto is
 `extra_buffer`, and not `no_buffer` as in 0.5.13)."""
@@ -127,7 +130,8 @@ class SglangProgram(Program):
 
     def schemes_of(self, spec: Spec) -> Mapping[str, str]:
         """See `Program`. If the model has layers for multi-token prediction, EAGLE uses them without a draft model."""
-        uses_layers = spec.model.mtp_num_layers > 0 and DRAFT_FLAG not in self.split(spec).others
+        draft = self.split(spec).others.get(DRAFT_FLAG, spec.serve.weights)
+        uses_layers = spec.model.mtp_num_layers > 0 and draft == spec.serve.weights
         return {**self.schemes, "EAGLE": "mtp"} if uses_layers else self.schemes
 
 
@@ -257,8 +261,8 @@ def memory_share(task: Task, columns: Columns) -> FloatArray:
         reserved_mib += np.where(whole, 6144, drafts * (4096 if number >= PROMPT_GRAPHS_SINCE else 2048))
     share: FloatArray = np.round((mib - reserved_mib) / mib, 3)
     vision = None if PROGRAM.text_only(task.spec) else task.spec.model.vision
-    if vision:  # SGLang takes 24 layers for these towers, as it does not read `depth`: 5% for a hidden size of 1,024
-        size = vision.hidden_size**2 / 1024**2
+    if vision:  # 5% for 24 layers of 1,024, which SGLang takes for towers with mergers, as it does not read `depth`
+        size = (1.0 if vision.mergers else vision.num_layers / 24) * vision.hidden_size**2 / 1024**2
         share = share * 0.95 * min(max(1.1 - 0.1 * size, 0.8), 1.05)
     return share
 
@@ -428,6 +432,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, pools.STATE_SLOTS),
         window_share=np.full(ranks.shape, pools.window_share(family, other_args)),
         drafted=_drafted(other_args, values),
+        drafts_held=np.full(ranks.shape, 1 if _release(task) >= DRAFTS_FIRST_SINCE else -1),
         ahead=_batches_ahead(task, other_args, values),
         **_tiers(other_args, values),
         **adapters.adapter_settings(

@@ -1,4 +1,4 @@
-"""Caches that vLLM printed at start-up, in GiB of a device: nothing was fitted to these lines."""
+"""Caches that vLLM and SGLang printed at start-up, in GiB of a device: nothing was fitted to these lines."""
 
 from typing import Any
 
@@ -13,7 +13,13 @@ FORMATS = {"FP8": "fp8", "NVFP4": "nvfp4"}
 
 
 def memory_of(
-    chip: str, devices: int, version: str, model: str, args: dict[str, Any] | None = None, **candidate: Any
+    chip: str,
+    devices: int,
+    version: str,
+    model: str,
+    args: dict[str, Any] | None = None,
+    engine: str = "vllm",
+    **candidate: Any,
 ) -> Any:
     """Return the memory of one instance on all devices. `args`: other flags of the engine."""
     job: Any = {
@@ -21,7 +27,7 @@ def memory_of(
         "kind": "serve",
         "model": model,
         "cluster": {"chip": chip, "devices": devices, "devices_per_node": devices},
-        "serve": {"engine": "vllm", "engine_version": version, "input_len": 64, "output_len": 2},
+        "serve": {"engine": engine, "engine_version": version, "input_len": 64, "output_len": 2},
         "candidate": {"tensor_model_parallel_size": devices, **candidate},
     }
     job["serve"] |= {"num_prompts": 2, "concurrency": 1, "precision": FORMATS.get(model.rpartition("-")[2], "bf16")}
@@ -46,6 +52,8 @@ def memory_of(
             {"max_num_seqs": 3, "max_num_batched_tokens": 8192, "context_len": 262144, "kv_cache_type": "fp8"},
             4.99,
         ),
+        # myoceane.fr, 2026-04-18, "vLLM A100": with its vision tower
+        ("A100-80GB", 1, "0.19.0", "google/gemma-4-26B-A4B", {"enforce_eager": True, "context_len": 131072}, 21.5),
     ],
 )
 def test_caches_of_hybrid_models_have_the_printed_size(
@@ -85,3 +93,17 @@ def test_before_0_28_cached_prefixes_have_a_state_for_each_block(
     args = {"mamba-ssm-cache-dtype": "float16", **args}
     memory = memory_of("RTX-3090", 4, version, name, args, **candidate)
     assert memory["kv_cache_gib"] * 2**30 / memory["kv_cache_tokens"] == pytest.approx(token, rel=0.12)
+
+
+MTP = {"speculation": "EAGLE", "speculative_tokens": 4, "kv_cache_type": "fp8_e4m3", "chunked_prefill_size": 2048}
+MTP |= {"max_running_requests": 1, "context_len": 131072}
+
+
+@pytest.mark.parametrize(("share", "tokens"), [(0.86, 92_507), (0.92, 157_875)])
+def test_caches_of_sglang_leave_room_for_the_tables_of_drafts(share: float, tokens: int) -> None:
+    """noonghunna/club-3090 @00d41a88 `models/qwen3.8-27b/sglang/compose/dual/fp8/mtp.yml`, with states in 16 bits."""
+    of: dict[str, Any] = {"chip": "RTX-3090", "devices": 2, "model": "Qwen/Qwen3.8-27B-FP8", "engine": "sglang"}
+    memory = memory_of(version="0.5.19", **of, mem_fraction_static=share, **MTP)
+    assert memory["kv_cache_tokens"] == pytest.approx(tokens, rel=0.06)
+    older = memory_of(version="0.5.13", **of, mem_fraction_static=share, **MTP)
+    assert older["kv_cache_tokens"] > 1.5 * memory["kv_cache_tokens"]  # sized before the draft is loaded
