@@ -409,7 +409,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     if task.spec.envs.get("SGLANG_AITER_HONOR_EXPLICIT_MEM_FRACTION") in ("1", "true"):
         is_long &= values[MEMORY] == 0
     share = np.where(is_long, 0.85 * share, share)
-    family = task.spec.model.family
+    family, drafted, largest = task.spec.model.family, _drafted(other_args, values), largest_graph(task) or GRAPH_TOKENS
     drafting = np.where(values[SPECULATION] > 0, np.maximum(DRAFTING_RUNNING // values[DP], 1), MIN_RUNNING)
     running = np.maximum(COMPRESSED_RUNNING // values[DP], 1) if _is_compressed(task) else drafting
     return Settings.of(
@@ -423,7 +423,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         fits_context=values[knobs.CONTEXT] > 0,  # a smaller pool limits requests (0.5.23 `managers/tp_worker.py`)
         chunked=(chunk > 0).astype(np.int64),
         mixed_chunks=(values[MIXED] > 0) & (chunk > 0),
-        graph_tokens=np.where((values[EAGER] == 0) & (not hardware.on_cores), largest_graph(task) or GRAPH_TOKENS, 0),
+        graph_tokens=np.where((values[EAGER] == 0) & (not hardware.on_cores), largest * (1 + drafted), 0),
         workspace_bytes=_workspace(task, values, share, element),
         memory_fraction=np.full(ranks.shape, np.nan) if hardware.on_cores else share,
         cache_bytes=_cache_bytes(task, other_args, values, devices, element),
@@ -431,7 +431,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         state_share=np.full(ranks.shape, pools.state_share(family, other_args)),
         state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, pools.STATE_SLOTS),
         window_share=np.full(ranks.shape, pools.window_share(family, other_args)),
-        drafted=_drafted(other_args, values),
+        drafted=drafted,
         drafts_held=np.full(ranks.shape, 1 if _release(task) >= DRAFTS_FIRST_SINCE else -1),
         ahead=_batches_ahead(task, other_args, values),
         **_tiers(other_args, values),

@@ -317,6 +317,8 @@ def test_a_pool_smaller_than_the_context_limits_requests_but_starts() -> None:
 def test_the_largest_decode_graph_is_that_of_the_flags() -> None:
     found = settings(cards(engine_args={"cuda-graph-bs-decode": [1, 8, 96]}))
     assert found.graph_tokens.item() == 96
+    drafting = settings(cards(engine_args={"cuda-graph-bs-decode": [96]}), speculation="NGRAM", speculative_tokens=4)
+    assert drafting.graph_tokens.item() == 96 * 5  # its sizes are numbers of sequences
     more = settings(planned("sglang", engine_args={"cuda-graph-max-bs-decode": 512}))
     assert found.memory_fraction.item() >= more.memory_fraction.item()  # SGLang reserves memory for graphs
 

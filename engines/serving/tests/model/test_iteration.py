@@ -420,4 +420,6 @@ def test_attention_ranks_have_separate_caches() -> None:
 def test_graphs_and_communicators_follow_from_the_settings() -> None:
     assert settings(max_running=[512, 4]).captured(2.0).tolist() == [512.0, 8.0]
     assert settings(max_running=[12, 3]).captured(1.0).tolist() == [8.0, 3.0]
+    drafting = settings(max_running=[2, 512], drafted=[4, 4])  # an iteration of vLLM has five tokens of each sequence
+    assert drafting.captured(2.0).tolist() == [16.0, 512.0]
     assert settings(tensor=[1, 2, 2], data=[1, 1, 2]).communicators.tolist() == [0.0, 2.0, 3.0]
