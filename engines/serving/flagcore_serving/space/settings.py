@@ -199,8 +199,8 @@ class Settings:
 
     def captured(self, captures: float) -> FloatArray:
         """Return the largest iteration of an attention DP group, in tokens, that runs as a captured graph: at most
-        `captures` times the tokens of the most sequences that run, with drafted ones. vLLM captures 1, 2, 4 and multiples
-        of 8 (0.14 to 0.32 `config/vllm.py`: decode_query_len).
+        `captures` times the tokens of the most sequences that run, with drafted ones. vLLM captures 1, 2, 4 and
+        multiples of 8 (0.14 to 0.32 `config/vllm.py`: decode_query_len).
         """
         most = captures * self.max_running * (1 + self.drafted)
         return np.asarray(np.minimum(self.graph_tokens, np.where(most < 8.0, most, most - most % 8.0)))
