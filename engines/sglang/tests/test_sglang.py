@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from flagcore_models.catalogue import public_model
 from flagcore_models.config import model_of_config
+from flagcore_models.layers import state_bytes
 from flagcore_models.mixers.attention import Indexer
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_serving.space.placement import instance_kinds
+from flagcore_sglang import pools
 from flagcore_sglang.engine import ENGINE as ENGINE
 from flagcore_sglang.space import memory_defaults
 
@@ -166,6 +168,13 @@ def test_windows_of_some_families_have_a_part_of_the_cache(family: str, args: di
     task = cards(model=replace(DENSE, family=family), engine_args=args)
     found, ratio = settings(task), 0.1 if family == "inkling_text" else 0.9
     assert (found.window_share.item(), found.state_share.item()) == (share, ratio / (1.0 + ratio))
+
+
+def test_a_flag_sets_the_type_of_states() -> None:
+    model = public_model("Qwen/Qwen3.6-27B")
+    narrow = pools.with_states(model, {"mamba-ssm-dtype": "bfloat16"})
+    assert state_bytes(narrow) == pytest.approx(state_bytes(model) / 2.0, rel=0.05)  # convolutions have 16 bits anyway
+    assert pools.with_states(model, {}) is model
 
 
 def test_compressed_attention_has_its_own_defaults() -> None:

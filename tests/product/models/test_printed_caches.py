@@ -8,7 +8,7 @@ from flagcore.api import estimate_jobs
 
 BLOCK = 49 * 2**20
 """Bytes of a block of Qwen3.6-27B on one device: states of 16 layers."""
-FORMATS = {"FP8": "fp8", "NVFP4": "nvfp4"}
+FORMATS = {"FP8": "fp8", "NVFP4": "nvfp4", "INT4": "int4"}
 """Precisions by the ends of models' names."""
 
 
@@ -95,15 +95,21 @@ def test_before_0_28_cached_prefixes_have_a_state_for_each_block(
     assert memory["kv_cache_gib"] * 2**30 / memory["kv_cache_tokens"] == pytest.approx(token, rel=0.12)
 
 
-MTP = {"speculation": "EAGLE", "speculative_tokens": 4, "kv_cache_type": "fp8_e4m3", "chunked_prefill_size": 2048}
-MTP |= {"max_running_requests": 1, "context_len": 131072}
+MTP: dict[str, Any] = {
+    "speculation": "EAGLE",
+    "speculative_tokens": 4,
+    "kv_cache_type": "fp8_e4m3",
+    "chunked_prefill_size": 2048,
+}
+MTP |= {"max_running_requests": 1, "context_len": 262144, "mem_fraction_static": 0.9}
 
 
-@pytest.mark.parametrize(("share", "tokens"), [(0.86, 92_507), (0.92, 157_875)])
-def test_caches_of_sglang_leave_room_for_the_tables_of_drafts(share: float, tokens: int) -> None:
-    """noonghunna/club-3090 @00d41a88 `models/qwen3.8-27b/sglang/compose/dual/fp8/mtp.yml`, with states in 16 bits."""
-    of: dict[str, Any] = {"chip": "RTX-3090", "devices": 2, "model": "Qwen/Qwen3.8-27B-FP8", "engine": "sglang"}
-    memory = memory_of(version="0.5.19", **of, mem_fraction_static=share, **MTP)
-    assert memory["kv_cache_tokens"] == pytest.approx(tokens, rel=0.06)
-    older = memory_of(version="0.5.13", **of, mem_fraction_static=share, **MTP)
-    assert older["kv_cache_tokens"] > 1.5 * memory["kv_cache_tokens"]  # sized before the draft is loaded
+@pytest.mark.parametrize(("states", "tokens"), [("float32", 394_661), ("bfloat16", 409_552)])
+def test_caches_of_sglang_leave_room_for_the_tables_of_drafts(states: str, tokens: int) -> None:
+    """noonghunna/club-3090 @0a62f947 `models/qwen3.8-27b/sglang/compose/dual/autoround-int4/mtp.yml`, 2026-09-10."""
+    of: dict[str, Any] = {"chip": "RTX-3090", "devices": 2, "model": "Qwen/Qwen3.8-27B-INT4", "engine": "sglang"}
+    of["args"] = {"mamba-ssm-dtype": states}
+    memory = memory_of(version="0.5.19", **of, **MTP)
+    assert memory["kv_cache_tokens"] == pytest.approx(tokens, rel=0.05)
+    older = memory_of(version="0.5.13", **of, **MTP)
+    assert older["kv_cache_tokens"] > 1.2 * memory["kv_cache_tokens"]  # sized before the draft is loaded

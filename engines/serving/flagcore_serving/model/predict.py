@@ -229,7 +229,9 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Mo
     host, checkpoint = group.chip.host_bytes_per_second, quantization(task.spec) or Quantization()
     serving = serving._replace(link_domain=group.link_domain, on_bus=on_bus, wide=checkpoint.wide)
     serving = serving._replace(host_rate=host.value if host else HOST_RATE, adapters=AdaptedRequests.of(loads[0]))
-    computed, weight_bytes = _computed(kernels, precision, file_bytes, checkpoint.bytes)
+    # kernels that convert FP8 have a scale in 16 bits for each column (vLLM 0.32 `utils/marlin_utils_fp8.py`)
+    stored = 1.0 + 2.0 / checkpoint.block if precision == "fp8" and checkpoint.block > 1 else checkpoint.bytes
+    computed, weight_bytes = _computed(kernels, precision, file_bytes, stored)
     forms = (checkpoint.experts, checkpoint.attention)
     routed, projections = (_computed(kernels, each, None, None) if each else None for each in forms)
     form = checkpoint.experts or precision
