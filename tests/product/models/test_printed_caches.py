@@ -52,11 +52,26 @@ def memory_of(
             {"max_num_seqs": 3, "max_num_batched_tokens": 8192, "context_len": 262144, "kv_cache_type": "fp8"},
             4.99,
         ),
+        # aarora79/agentic-coding-harness-benchmarks @c15f7cfc and @ca4774c7 `self-hosted/vllm/models`
+        (
+            "L40S",
+            1,
+            "0.27.1",
+            "Qwen/Qwen3.8-27B-FP8",
+            {
+                "max_num_seqs": 32,
+                "max_num_batched_tokens": 8192,
+                "context_len": 65536,
+                "gpu_memory_utilization": 0.9,
+            },
+            8.29,
+        ),
+        ("H200", 8, "0.25.1", "zai-org/GLM-5.2-FP8", {"context_len": 1_000_000, "gpu_memory_utilization": 0.9}, 26.5),
         # myoceane.fr, 2026-04-18, "vLLM A100": with its vision tower
         ("A100-80GB", 1, "0.19.0", "google/gemma-4-26B-A4B", {"enforce_eager": True, "context_len": 131072}, 21.5),
     ],
 )
-def test_caches_of_hybrid_models_have_the_printed_size(
+def test_caches_have_the_printed_size(
     chip: str, devices: int, version: str, model: str, candidate: dict[str, Any], gib: float
 ) -> None:
     memory = memory_of(chip, devices, version, model, **candidate)
