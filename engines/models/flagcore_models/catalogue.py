@@ -80,7 +80,11 @@ MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 
 
 class _Tower(BaseModel):
-    """The keys of vision_config. For Qwen2-VL, `hidden_size` is the width of the language model."""
+    """The keys of vision_config. For Qwen2-VL, `hidden_size` is the width of the language model.
+
+    Those of families.yaml alone: `gated`, whether the feed-forward network is; `pools`, whether the mean of its patches
+    makes a token, without a network.
+    """
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
@@ -97,6 +101,12 @@ class _Tower(BaseModel):
     window_size: Size | None = None
     fullatt_block_indexes: list[int] | None = None
     deepstack_visual_indexes: list[int] | None = None
+    gated: bool = False
+    pools: bool = False
+
+
+_SAME = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads", "pooling_kernel_size": "spatial_merge_size"}
+"""The fields of `_Tower` that other names of config.json mean."""
 
 
 class _Multimodal(BaseModel):
@@ -113,7 +123,8 @@ def vision_of(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Vis
     kinds = (str(each.get("model_type")).removesuffix("_vision") for each in (config, section))
     if (kind := next((each for each in kinds if each in MODELS), None)) is None:
         return None
-    tower = checked(_Multimodal, {"vision_config": {**MODELS[kind], **section}}).vision_config
+    keys = MODELS[kind] | {_SAME.get(key, key): value for key, value in section.items()}
+    tower, sizes = checked(_Multimodal, {"vision_config": keys}).vision_config, {**MODELS[kind], **preprocessor}
     hidden = tower.embed_dim or tower.hidden_size
     output = tower.hidden_size if tower.embed_dim else tower.out_hidden_size or tower.hidden_size
     windows = tower.window_size if tower.fullatt_block_indexes is not None else None
@@ -123,14 +134,14 @@ def vision_of(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Vis
         hidden_size=hidden,
         num_heads=tower.num_heads,
         ffn_hidden_size=tower.intermediate_size or tower.mlp_ratio * hidden,
-        gated_linear_unit=kind == "qwen2_5_vl",
+        gated_linear_unit=tower.gated,
         output_size=output,
         patch_size=tower.patch_size,
         merge_size=tower.spatial_merge_size,
-        min_pixels=_pixels(preprocessor, "min_pixels", "shortest_edge", MIN_PIXELS),
-        max_pixels=_pixels(preprocessor, "max_pixels", "longest_edge", MAX_PIXELS),
+        min_pixels=_pixels(sizes, "min_pixels", "shortest_edge", MIN_PIXELS),
+        max_pixels=_pixels(sizes, "max_pixels", "longest_edge", MAX_PIXELS),
         window_size=windows or 0,
-        mergers=1 + len(tower.deepstack_visual_indexes or ()),
+        mergers=0 if tower.pools else 1 + len(tower.deepstack_visual_indexes or ()),
         channels=3 * tower.temporal_patch_size,
     )
 

@@ -22,6 +22,7 @@ from flagcore_models.layers import (
 )
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.latent_attention import LatentAttention
+from flagcore_models.parts.tower import VisionTower
 
 from flagcore.domain.model import Model
 from flagcore.errors import SpecError
@@ -413,6 +414,17 @@ def test_sizes_of_images_are_those_of_the_processor(tmp_path: Path) -> None:
     assert model.vision.tokens(1280, 704) == 40 * 22
     assert model.qk_layernorm
     assert read_model("Qwen/Qwen3-VL-8B-Instruct-FP8", tmp_path).vision == model.vision
+
+
+def test_towers_without_mergers_are_read(tmp_path: Path) -> None:
+    """Of Gemma 4 31B's 31.27e9 weights, 30.70e9 are those of its text model."""
+    section = {"model_type": "gemma4_vision", "num_hidden_layers": 27, "hidden_size": 1152, "intermediate_size": 4304}
+    found = model_in(tmp_path, QWEN3 | {"vision_config": section | {"num_attention_heads": 16}}).vision
+    assert found == read_model("google/gemma-4-31B-it", tmp_path).vision
+    assert (found.mergers, found.gated_linear_unit, found.max_tokens) == (0, True, 280)
+    assert VisionTower(vision=found).weights == pytest.approx(0.55e9, rel=0.01)
+    fixed = read_model("google/gemma-3-27b-it", tmp_path).vision
+    assert [fixed.tokens(*size) for size in ((200, 200), (4000, 4000))] == [256, 256]
 
 
 def test_an_invalid_tower_names_its_key(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from flagcore_serving.engine import ServingEngine
 from flagcore_serving.launch.server import (
@@ -22,11 +23,13 @@ from flagcore_serving.space.knobs import DRAFTED, SPECULATION, TRANSFER, as_word
 from flagcore_serving.space.roles import language, roles
 from flagcore_serving.space.settings import PublishedRuns, Settings
 
+from flagcore.contracts import Costs
 from flagcore.domain.knob import in_versions
 from flagcore.domain.launch import PORT
+from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Columns, KnobValue, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore_sglang import rules, space
+from flagcore_sglang import pools, rules, space
 from flagcore_sglang.program import CHUNK, HICACHE, KNOBS, MIXED, NGRAM, PROGRAM, STORAGE
 from flagcore_sglang.space import pool_tokens
 
@@ -72,6 +75,11 @@ class Sglang(ServingEngine):
 
     def settings(self, task: Task, columns: Columns) -> Settings:
         return space.settings(task, columns)
+
+    def predict(self, task: Task, columns: Columns, costs: Costs, **how: Any) -> Predictions:
+        """See `ServingEngine`. States have the type that a flag sets."""
+        model = pools.with_states(task.spec.model, PROGRAM.parse(task.spec).others)
+        return super().predict(replace(task, spec=replace(task.spec, model=model)), columns, costs, **how)
 
     def server(self, task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
         """Return the server for knob values. Its tp-size is the product of TP and attention DP."""

@@ -6,9 +6,13 @@ Sources: sglang 0.5.23 `configs/model_config.py` (is_hybrid_swa_model), `model_e
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from flagcore_models.layers import mixer_counts
 from flagcore_models.mixers.compressed_attention import CompressedAttention
+from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
+from flagcore_models.mixers.lightning_attention import LightningAttention
+from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_serving.job import EngineArg
 
 from flagcore.domain.model import Model
@@ -23,6 +27,20 @@ OFF_WITH_HOST = ("mimo_v2", "step3p")
 """Those whose windows cache all tokens if the cache continues in the memory of the host."""
 STATE_SLOTS = 5.0
 """States per running request with a radix cache: three, and two for states that it tracks."""
+
+_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_TYPED = GatedDeltaNet, LightningAttention, Mamba2
+
+
+def with_states(model: Model, args: Mapping[str, EngineArg]) -> Model:
+    """Return a model whose recurrent states have elements of the type that `mamba-ssm-dtype` sets, if it does."""
+    size = _ELEMENT_BYTES.get(str(args.get("mamba-ssm-dtype")))
+    layers = [
+        replace(each, mixer=replace(each.mixer, element_bytes=size)) if isinstance(each.mixer, _TYPED) else each
+        for each in model.layers
+        if size
+    ]
+    return replace(model, layers=tuple(layers)) if layers else model
 
 
 def state_share(family: str, args: Mapping[str, EngineArg]) -> float:

@@ -78,7 +78,8 @@ class SglangProgram(Program):
 
     def schemes_of(self, spec: Spec) -> Mapping[str, str]:
         """See `Program`. If the model has layers for multi-token prediction, EAGLE uses them without a draft model."""
-        uses_layers = spec.model.mtp_num_layers > 0 and DRAFT_FLAG not in self.split(spec).others
+        draft = self.split(spec).others.get(DRAFT_FLAG, spec.serve.weights)
+        uses_layers = spec.model.mtp_num_layers > 0 and draft == spec.serve.weights
         return {**self.schemes, "EAGLE": "mtp"} if uses_layers else self.schemes
 
 

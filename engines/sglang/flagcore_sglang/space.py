@@ -54,6 +54,9 @@ DRAFTED_TOKENS, NGRAM_TOKENS = 3, 12
 `speculative_hook.py`)."""
 DRAFTS_AHEAD_SINCE = (0, 5, 11)
 """The first release that plans the next batch ahead with drafts, too (`environ.py`: SGLANG_ENABLE_SPEC_V2)."""
+DRAFTS_FIRST_SINCE = (0, 5, 14)
+"""The first release that loads drafts before it sizes the cache, and frees their copies of embedding and head after it
+(`speculative/eagle_worker_v2.py`: alloc_memory_pool; up to 0.5.23, sgl-project/sglang pull request 32468)."""
 STATES_AHEAD_SINCE = (0, 5, 14)
 """The first release that does so, too, if it caches prefixes of a model with states (`server_args.py`: auto is
 `extra_buffer`, and not `no_buffer` as in 0.5.13)."""
@@ -151,8 +154,8 @@ def memory_share(task: Task, columns: Columns) -> FloatArray:
         reserved_mib += np.where(whole, 6144, drafts * (4096 if number >= PROMPT_GRAPHS_SINCE else 2048))
     share: FloatArray = np.round((mib - reserved_mib) / mib, 3)
     vision = None if PROGRAM.text_only(task.spec) else task.spec.model.vision
-    if vision:  # SGLang takes 24 layers for these towers, as it does not read `depth`: 5% for a hidden size of 1,024
-        size = vision.hidden_size**2 / 1024**2
+    if vision:  # 5% for 24 layers of 1,024, which SGLang takes for towers with mergers, as it does not read `depth`
+        size = (1.0 if vision.mergers else vision.num_layers / 24) * vision.hidden_size**2 / 1024**2
         share = share * 0.95 * min(max(1.1 - 0.1 * size, 0.8), 1.05)
     return share
 
@@ -313,7 +316,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     if task.spec.envs.get("SGLANG_AITER_HONOR_EXPLICIT_MEM_FRACTION") in ("1", "true"):
         is_long &= values[MEMORY] == 0
     share = np.where(is_long, 0.85 * share, share)
-    family = task.spec.model.family
+    family, drafted, largest = task.spec.model.family, _drafted(other_args, values), largest_graph(task) or GRAPH_TOKENS
     drafting = np.where(values[SPECULATION] > 0, np.maximum(DRAFTING_RUNNING // values[DP], 1), MIN_RUNNING)
     running = np.maximum(COMPRESSED_RUNNING // values[DP], 1) if _is_compressed(task) else drafting
     return Settings.of(
@@ -327,7 +330,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         fits_context=values[knobs.CONTEXT] > 0,  # a smaller pool limits requests (0.5.23 `managers/tp_worker.py`)
         chunked=(chunk > 0).astype(np.int64),
         mixed_chunks=(values[MIXED] > 0) & (chunk > 0),
-        graph_tokens=np.where((values[EAGER] == 0) & (not hardware.on_cores), largest_graph(task) or GRAPH_TOKENS, 0),
+        graph_tokens=np.where((values[EAGER] == 0) & (not hardware.on_cores), largest * (1 + drafted), 0),
         workspace_bytes=_workspace(task, values, share, element),
         memory_fraction=np.full(ranks.shape, np.nan) if hardware.on_cores else share,
         cache_bytes=_cache_bytes(task, other_args, values, devices, element),
@@ -336,7 +339,8 @@ def settings(task: Task, columns: Columns) -> Settings:
         state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, pools.STATE_SLOTS),
         window_share=np.full(ranks.shape, pools.window_share(family, other_args)),
         **_compressed_tokens(task, other_args, values, element),
-        drafted=_drafted(other_args, values),
+        drafted=drafted,
+        drafts_held=np.full(ranks.shape, 1 if _release(task) >= DRAFTS_FIRST_SINCE else -1),
         ahead=_batches_ahead(task, other_args, values),
         **_tiers(other_args, values),
         **adapters.adapter_settings(

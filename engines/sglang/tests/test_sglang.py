@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from flagcore_models.catalogue import public_model
 from flagcore_models.config import model_of_config
+from flagcore_models.layers import state_bytes
 from flagcore_models.mixers.attention import Indexer
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_serving.space.placement import instance_kinds
+from flagcore_sglang import pools
 from flagcore_sglang.engine import ENGINE as ENGINE
 from flagcore_sglang.pools import compressed_token_bytes
 from flagcore_sglang.space import memory_defaults
@@ -169,6 +171,13 @@ def test_windows_of_some_families_have_a_part_of_the_cache(family: str, args: di
     assert (found.window_share.item(), found.state_share.item()) == (share, ratio / (1.0 + ratio))
 
 
+def test_a_flag_sets_the_type_of_states() -> None:
+    model = public_model("Qwen/Qwen3.6-27B")
+    narrow = pools.with_states(model, {"mamba-ssm-dtype": "bfloat16"})
+    assert state_bytes(narrow) == pytest.approx(state_bytes(model) / 2.0, rel=0.05)  # convolutions have 16 bits anyway
+    assert pools.with_states(model, {}) is model
+
+
 def test_compressed_attention_has_its_own_defaults() -> None:
     task = cards(model=public_model("deepseek-ai/DeepSeek-V4-Flash"))
     found = settings(task, data_parallel_size=4)
@@ -318,6 +327,8 @@ def test_a_pool_smaller_than_the_context_limits_requests_but_starts() -> None:
 def test_the_largest_decode_graph_is_that_of_the_flags() -> None:
     found = settings(cards(engine_args={"cuda-graph-bs-decode": [1, 8, 96]}))
     assert found.graph_tokens.item() == 96
+    drafting = settings(cards(engine_args={"cuda-graph-bs-decode": [96]}), speculation="NGRAM", speculative_tokens=4)
+    assert drafting.graph_tokens.item() == 96 * 5  # its sizes are numbers of sequences
     more = settings(planned("sglang", engine_args={"cuda-graph-max-bs-decode": 512}))
     assert found.memory_fraction.item() >= more.memory_fraction.item()  # SGLang reserves memory for graphs
 

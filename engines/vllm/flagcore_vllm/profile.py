@@ -76,12 +76,14 @@ def reserved_bytes(
     tokens: IntArray,
     seqs: IntArray,
     drafted: IntArray,
+    context: IntArray,
 ) -> FloatArray:
     """Return the bytes that vLLM reserves for graphs on a device, beyond GRAPH_BYTES of each layer.
 
     `number`: the release. `graphs`: the largest captured batch in tokens, 0 without graphs. `whole`: as in `Settings`.
     `tokens`, `seqs`: the limits of an iteration. `drafted`: drafted tokens of a sequence. A graph is captured for each
-    size, in pieces, and once more as a whole for batches that only decode.
+    size, in pieces, and once more as a whole for batches that only decode. In these an indexer has scores in 32 bits of
+    all tokens of the longest sequence (0.20 to 0.28 `layers/sparse_attn_indexer.py`: fp8_paged_mqa_logits).
     """
     model, query, architecture = task.spec.model, 1 + drafted, task.cluster.groups[0].chip.architecture
     since = next((each for start, each in RESERVES_GRAPHS_SINCE.items() if architecture.startswith(start)), None)
@@ -96,7 +98,9 @@ def reserved_bytes(
     own = (LAYER_GRAPH_BYTES * captured - GRAPH_BYTES) * model.num_layers / values[PP].clip(1)
     is_charged = (whole != 0.0) & (CHARGES_SINCE <= number < OTHER_RUNNER_SINCE)
     charged = np.where(is_charged, _charged_bytes(task, values, GRAPH_SIZES[decodes.clip(1) - 1] // query, tokens), 0.0)
-    return np.where(graphs > 0, own + charged, 0.0)
+    has_indexer = any(isinstance(each, LatentAttention) and each.indexer for each in mixer_counts(model))
+    scores = has_indexer * (whole != 0.0) * 4.0 * GRAPH_SIZES[decodes.clip(1) - 1] * context
+    return np.where(graphs > 0, own + charged + scores, 0.0)
 
 
 def sparse_bytes(task: Task, context: IntArray, tokens: IntArray) -> FloatArray:

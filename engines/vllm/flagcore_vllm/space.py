@@ -360,7 +360,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     drafted = np.where(values[SPECULATION] > 0, values[DRAFTED], 0)
     graphs = np.where(~_without_graphs(values), profile.graph_tokens(task, other_args), 0)
     whole = np.select([values[GRAPHS] == 0, values[GRAPHS] == PIECEWISE], [np.nan, 0.0], 1.0)
-    sizes = {"graphs": graphs, "whole": whole, "tokens": tokens, "seqs": seqs, "drafted": drafted}
+    sizes = {"graphs": graphs, "whole": whole, "tokens": tokens, "seqs": seqs, "drafted": drafted, "context": context}
     return Settings.of(
         task,
         values,

@@ -1,4 +1,4 @@
-"""Caches that vLLM printed at start-up, in GiB of a device: nothing was fitted to these lines."""
+"""Caches that vLLM and SGLang printed at start-up, in GiB of a device: nothing was fitted to these lines."""
 
 from typing import Any
 
@@ -8,12 +8,18 @@ from flagcore.api import estimate_jobs
 
 BLOCK = 49 * 2**20
 """Bytes of a block of Qwen3.6-27B on one device: states of 16 layers."""
-FORMATS = {"FP8": "fp8", "NVFP4": "nvfp4"}
+FORMATS = {"FP8": "fp8", "NVFP4": "nvfp4", "INT4": "int4"}
 """Precisions by the ends of models' names."""
 
 
 def memory_of(
-    chip: str, devices: int, version: str, model: str, args: dict[str, Any] | None = None, **candidate: Any
+    chip: str,
+    devices: int,
+    version: str,
+    model: str,
+    args: dict[str, Any] | None = None,
+    engine: str = "vllm",
+    **candidate: Any,
 ) -> Any:
     """Return the memory of one instance on all devices. `args`: other flags of the engine."""
     job: Any = {
@@ -21,7 +27,7 @@ def memory_of(
         "kind": "serve",
         "model": model,
         "cluster": {"chip": chip, "devices": devices, "devices_per_node": devices},
-        "serve": {"engine": "vllm", "engine_version": version, "input_len": 64, "output_len": 2},
+        "serve": {"engine": engine, "engine_version": version, "input_len": 64, "output_len": 2},
         "candidate": {"tensor_model_parallel_size": devices, **candidate},
     }
     job["serve"] |= {"num_prompts": 2, "concurrency": 1, "precision": FORMATS.get(model.rpartition("-")[2], "bf16")}
@@ -46,9 +52,26 @@ def memory_of(
             {"max_num_seqs": 3, "max_num_batched_tokens": 8192, "context_len": 262144, "kv_cache_type": "fp8"},
             4.99,
         ),
+        # aarora79/agentic-coding-harness-benchmarks @c15f7cfc and @ca4774c7 `self-hosted/vllm/models`
+        (
+            "L40S",
+            1,
+            "0.27.1",
+            "Qwen/Qwen3.8-27B-FP8",
+            {
+                "max_num_seqs": 32,
+                "max_num_batched_tokens": 8192,
+                "context_len": 65536,
+                "gpu_memory_utilization": 0.9,
+            },
+            8.29,
+        ),
+        ("H200", 8, "0.25.1", "zai-org/GLM-5.2-FP8", {"context_len": 1_000_000, "gpu_memory_utilization": 0.9}, 26.5),
+        # myoceane.fr, 2026-04-18, "vLLM A100": with its vision tower
+        ("A100-80GB", 1, "0.19.0", "google/gemma-4-26B-A4B", {"enforce_eager": True, "context_len": 131072}, 21.5),
     ],
 )
-def test_caches_of_hybrid_models_have_the_printed_size(
+def test_caches_have_the_printed_size(
     chip: str, devices: int, version: str, model: str, candidate: dict[str, Any], gib: float
 ) -> None:
     memory = memory_of(chip, devices, version, model, **candidate)
@@ -85,3 +108,23 @@ def test_before_0_28_cached_prefixes_have_a_state_for_each_block(
     args = {"mamba-ssm-cache-dtype": "float16", **args}
     memory = memory_of("RTX-3090", 4, version, name, args, **candidate)
     assert memory["kv_cache_gib"] * 2**30 / memory["kv_cache_tokens"] == pytest.approx(token, rel=0.12)
+
+
+MTP: dict[str, Any] = {
+    "speculation": "EAGLE",
+    "speculative_tokens": 4,
+    "kv_cache_type": "fp8_e4m3",
+    "chunked_prefill_size": 2048,
+}
+MTP |= {"max_running_requests": 1, "context_len": 262144, "mem_fraction_static": 0.9}
+
+
+@pytest.mark.parametrize(("states", "tokens"), [("float32", 394_661), ("bfloat16", 409_552)])
+def test_caches_of_sglang_leave_room_for_the_tables_of_drafts(states: str, tokens: int) -> None:
+    """noonghunna/club-3090 @0a62f947 `models/qwen3.8-27b/sglang/compose/dual/autoround-int4/mtp.yml`, 2026-09-10."""
+    of: dict[str, Any] = {"chip": "RTX-3090", "devices": 2, "model": "Qwen/Qwen3.8-27B-INT4", "engine": "sglang"}
+    of["args"] = {"mamba-ssm-dtype": states}
+    memory = memory_of(version="0.5.19", **of, **MTP)
+    assert memory["kv_cache_tokens"] == pytest.approx(tokens, rel=0.05)
+    older = memory_of(version="0.5.13", **of, **MTP)
+    assert older["kv_cache_tokens"] > 1.2 * memory["kv_cache_tokens"]  # sized before the draft is loaded

@@ -113,6 +113,7 @@ class TensorRtLlm(OneVendor):
         ranks = values[TP] * values[PP] * values[DP]
         stated = has_fp8_cache(task.spec.model, ("modelopt",))  # NVIDIA/TensorRT-LLM issue 8843
         is_default = values[KV] <= PROGRAM.code(KV, "auto")
+        drafted = np.where(values[SPECULATION] > 0, or_default(values[DRAFTED], 1), 0)
         return Settings.of(
             task,
             values,
@@ -121,10 +122,10 @@ class TensorRtLlm(OneVendor):
             max_batched_tokens=prefill_tokens(task, values[TOKENS], int(PROGRAM.defaults[TOKENS] or 0)),
             block_size=PROGRAM.values(values, BLOCK),
             chunked=values[CHUNKED],
-            graph_tokens=np.where(values[EAGER] == 0, PROGRAM.values(values, GRAPHS), 0),
+            graph_tokens=np.where(values[EAGER] == 0, PROGRAM.values(values, GRAPHS) * (1 + drafted), 0),
             cache_element_bytes=np.where(is_default & stated, 1.0, PROGRAM.element_bytes(values)),
             rest_share=knobs.shares(values[MEMORY], 0.9),
-            drafted=np.where(values[SPECULATION] > 0, or_default(values[DRAFTED], 1), 0),
+            drafted=drafted,
             host_cache=values[OFFLOAD] * ranks * 2.0**30,
             disk_cache=values[DISK] * ranks * 2.0**30,
             writes_through=ranks < 1,

@@ -13,6 +13,7 @@ from flagcore_models.layers import (
     head_of,
     latent_layers,
     layer_embeddings,
+    layers_of,
     mixer_counts,
     network_counts,
     other_mixers,
@@ -156,7 +157,8 @@ def _of_distinct(serving: Serving, settings: Settings, costs: Costs) -> Iteratio
     if settings.overlaps.any():
         overlapped = _overlapped(serving, shared, exchanged, local, cached[:, None], column)
         shared = np.where(column.overlaps, overlapped, shared)
-    launches = overheads.eager_kernels * model.num_layers + overheads.eager_experts * moe
+    layers = sum(len(each.parts) for each in layers_of(model)) / 2.0  # a layer of Nemotron-H is a mixer or a network
+    launches = overheads.eager_kernels * layers + overheads.eager_experts * moe
     launches += overheads.eager_latent * latent_layers(model)
     launches += overheads.eager_compressed * sum(
         number for each, number in other_mixers(model).items() if isinstance(each, CompressedAttention)
@@ -164,7 +166,7 @@ def _of_distinct(serving: Serving, settings: Settings, costs: Costs) -> Iteratio
     launched = launches + adapter_launches(serving, settings, costs)
     host = launched * (overheads.launch or kernels.launch_seconds()) * settings.crowding
     eager_s = np.where(settings.graph_tokens > 0, 0.0, host) if costs.synchronous else 0.0
-    pieces = (overheads.layer * model.num_layers + overheads.expert_layer * moe) * settings.crowding
+    pieces = (overheads.layer * layers + overheads.expert_layer * moe) * settings.crowding
     whole = np.where(np.isnan(settings.whole), overheads.whole, settings.whole)
     return IterationCosts(
         local=local * passes / column.cores,

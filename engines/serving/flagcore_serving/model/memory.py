@@ -67,14 +67,18 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     The cache has its fixed size, if one is set. Otherwise it is the engine's share of memory, minus weights,
     activations, graphs, driver and libraries, or `settings.rest_share` of what these leave free. If
     `settings.on_device` is below 1, some layers with their cache, and the embedding tables, are in the memory of the
-    host.
+    host. Of a part for states, running sequences have those of drafted tokens, and what these leave is cache (sglang
+    0.5.19 `mem_cache/kv_cache_configurator.py`, _handle_max_mamba_cache).
     """
     model, overheads, batched_tokens = serving.model, serving.overheads, settings.max_batched_tokens.astype(np.float64)
     weights = weight_bytes(serving, settings) - offloaded_bytes(serving, settings)
     alone = replace(settings, pipeline=np.ones_like(settings.pipeline))  # drafts are on the last pipeline stage
+    held = np.zeros_like(weights)
     for rows, draft, own_tables in drafts(serving, settings):
         shared = (1.0 - own_tables) * table_bytes(draft, alone)
-        weights = weights + np.where(rows, weight_bytes(draft, alone) - shared, 0.0)
+        own = np.where(rows, weight_bytes(draft, alone) - shared, 0.0)
+        weights = weights + own
+        held = held + np.where(settings.drafts_held < 0, -own, shared * rows * settings.drafts_held)
     has_adapters = settings.adapter_rank.any()
     adapters = settings.adapter_slots * adapter_bytes(serving, settings) if has_adapters else 0.0 * weights
     running = settings.max_running.astype(np.float64)
@@ -89,7 +93,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     if (capacity := costs.memory.capacity_bytes()) is not None:
         driver = costs.memory.device_used_bytes(np.zeros(1)) + settings.communicators * communicator_bytes(costs.memory)
         beside = settings.memory_fraction if overheads.activations_beside else 1.0  # a share of what is free before
-        held = beside * np.minimum(driver, overheads.outside)
+        held = held + beside * np.minimum(driver, overheads.outside)
         budget, free = settings.memory_fraction * capacity - held, capacity - driver + 0.0 * weights
     other = 0.0 if overheads.activations_beside else activations + graphs
     rest = settings.rest_share * (free - weights - adapters - activations - graphs)
@@ -112,10 +116,13 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     aside = (settings.state_share > 0.0) & (state > 0.0)
     token = np.where(aside, token - state / tokens, token)
     longest_token = np.where(aside, longest_token - state / np.maximum(longest, 1.0), longest_token)
-    slots = np.where(aside, settings.state_share, 1.0) * cache / np.where(aside, state, 1.0)
-    sequences = np.where(aside, np.maximum(np.floor(slots / np.where(aside, settings.state_slots, 1.0)), 0.0), np.inf)
     states = settings.state_share * np.where(aside, np.maximum(cache, 0.0), 0.0)  # a cache without limit: inf
-    cache = np.where(aside, (1.0 - settings.state_share) * cache, cache)
+    each, verified = np.where(aside, state, 1.0), np.where(settings.drafted > 0, 1.0 + settings.drafted, 0.0)
+    slots = (states / each - verified - (verified > 0.0)) / (1.0 + verified / settings.state_slots)
+    sequences = np.where(aside, np.maximum(np.floor(slots / settings.state_slots), 0.0), np.inf)
+    used = np.floor(slots) + 1.0 + verified * (np.minimum(running, sequences) + 1.0)
+    states = np.where(aside & (verified > 0.0), np.minimum(each * used, states), states)
+    cache = np.where(aside, cache - states, cache)
     block = np.where(settings.block_bytes > 0.0, settings.block_bytes, 1.0)
     whole = np.where(settings.block_bytes > 0.0, np.floor(cache / block) * block, cache) * settings.data
     growing = token - sequence / tokens

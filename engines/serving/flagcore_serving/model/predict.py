@@ -230,7 +230,9 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Mo
     serving = serving._replace(link_domain=group.link_domain, on_bus=on_bus, wide=checkpoint.wide)
     serving = serving._replace(host_rate=host.value if host else HOST_RATE, adapters=AdaptedRequests.of(loads[0]))
     precision, only_stored = checkpoint.others or precision, checkpoint.weights_only
-    computed, weight_bytes = _computed(kernels, precision, file_bytes, checkpoint.bytes, only_stored=only_stored)
+    # kernels that convert FP8 have a scale in 16 bits for each column (vLLM 0.32 `utils/marlin_utils_fp8.py`)
+    stored = 1.0 + 2.0 / checkpoint.block if precision == "fp8" and checkpoint.block > 1 else checkpoint.bytes
+    computed, weight_bytes = _computed(kernels, precision, file_bytes, stored, only_stored=only_stored)
     routed, projections = (
         _computed(kernels, each) if each else None for each in (checkpoint.experts, checkpoint.attention)
     )

@@ -146,12 +146,12 @@ def tower_bytes(vision: Vision, shares: FloatArray, batched_tokens: FloatArray) 
     """Return the bytes of a tower's weights and of its peak activations on a device, in 16 bits.
 
     Engines reserve memory for the largest image, or for images of `batched_tokens` tokens (vLLM 0.32:
-    `multimodal/encoder_budget.py`). `shares`: the number of ranks that split the weights; infinity if the tower is not
-    loaded.
+    `multimodal/encoder_budget.py`); towers without mergers take few images at once (vLLM 0.20 and 0.24:
+    `models/gemma4_mm.py`). `shares`: the number of ranks that split the weights; infinity if the tower is not loaded.
     """
     patches, *_layers = VisionTower(vision=vision).products(vision.output_size)
     *_attention, up, down = VisionTower(vision=vision).layer_products
-    tokens = np.maximum(batched_tokens, float(vision.max_tokens))
+    tokens = np.maximum(batched_tokens * (vision.mergers > 0), float(vision.max_tokens))
     ranks = np.where(np.isinf(shares), 1.0, np.maximum(shares, 1.0))
     layer = patches.inputs + 3.0 * vision.hidden_size + up.outer(ranks) + down.inner(ranks)
     activations = 2.0 * tokens * (vision.merge_size**2 * layer + vision.mergers * vision.output_size)

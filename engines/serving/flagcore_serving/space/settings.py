@@ -71,6 +71,8 @@ class Settings:
     - `longest_bytes`: bytes that the engine counts for a sequence of `context_len` tokens; NaN likewise.
     - `least_cache`: bytes of the cache of a device without which the engine does not start.
     - `drafted`: tokens that speculation drafts per sequence and iteration.
+    - `drafts_held`: 1 if drafts hold own copies of embedding and head while the engine sizes the cache, which they then
+      free; -1 if they are loaded afterwards, into what the share leaves; 0 if their weights count as they stay.
     - `scheme`: how it drafts them: 1 + the index in SCHEMES, 0 if unknown or without speculation.
     - `draft_host_s`: seconds that the host takes to draft tokens of a sequence.
     - `pass_tokens`: maximum number of tokens in one pass through the model, which may be infinite. A larger iteration
@@ -132,6 +134,7 @@ class Settings:
     host_s: FloatArray
     ahead: FloatArray
     drafted: IntArray
+    drafts_held: IntArray
     scheme: IntArray
     draft_host_s: FloatArray
     pass_tokens: FloatArray
@@ -196,9 +199,10 @@ class Settings:
 
     def captured(self, captures: float) -> FloatArray:
         """Return the largest iteration of an attention DP group, in tokens, that runs as a captured graph: at most
-        `captures` times the most sequences that run. vLLM captures 1, 2, 4 and multiples of 8 (0.32 `config/vllm.py`).
+        `captures` times the tokens of the most sequences that run, with drafted ones. vLLM captures 1, 2, 4 and
+        multiples of 8 (0.14 to 0.32 `config/vllm.py`: decode_query_len).
         """
-        most = captures * self.max_running
+        most = captures * self.max_running * (1 + self.drafted)
         return np.asarray(np.minimum(self.graph_tokens, np.where(most < 8.0, most, most - most % 8.0)))
 
     @property
@@ -216,7 +220,7 @@ class Settings:
 
 USUAL: Mapping[str, float] = {
     **dict.fromkeys(("block_size", "chunked"), 1),
-    **dict.fromkeys(("graph_tokens", "drafted", "scheme", "copies"), 0),
+    **dict.fromkeys(("graph_tokens", "drafted", "drafts_held", "scheme", "copies"), 0),
     **dict.fromkeys(("whole", "memory_fraction", "cache_bytes", "rest_share", "host_s", "direct"), math.nan),
     **dict.fromkeys(("token_bytes", "longest_bytes"), math.nan),
     **dict.fromkeys(("block_bytes", "sequence_bytes", "admission_bytes", "chunk_tokens"), 0.0),

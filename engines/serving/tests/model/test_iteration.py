@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_models.catalogue import public_model
-from flagcore_models.layers import parameters
+from flagcore_models.layers import layers_of, parameters
 from flagcore_models.mixers.attention import Indexer
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_models.public import find_public
@@ -214,6 +214,9 @@ def test_batches_without_a_graph_wait_for_the_host() -> None:
     assert whole.decode(1) == pytest.approx(captured.decode(1))
     assert [whole.mixed(1, 8.0, 8.0, 0.0, 1), pieces.decode(1)] == pytest.approx([37e-3] * 2, rel=1e-2)
     assert whole.mixed(0, 513.0, 513.0, 0.0, 1) == pytest.approx(2 * host - 1e-3, rel=1e-2)
+    mixers = replace(DENSE, layers=tuple(replace(each, network=None) for each in layers_of(DENSE)))
+    halves = Price(times(model=mixers, graph_tokens=[0, 0]), 0, lane, OVER)  # the layers of Nemotron-H
+    assert halves.decode(1) == pytest.approx(1e-3 + (host - 1e-3) / 2.0, rel=1e-2)
 
 
 def test_tables_are_interpolated_and_zero_work_takes_no_time() -> None:
@@ -429,4 +432,6 @@ def test_attention_ranks_have_separate_caches() -> None:
 def test_graphs_and_communicators_follow_from_the_settings() -> None:
     assert settings(max_running=[512, 4]).captured(2.0).tolist() == [512.0, 8.0]
     assert settings(max_running=[12, 3]).captured(1.0).tolist() == [8.0, 3.0]
+    drafting = settings(max_running=[2, 512], drafted=[4, 4])  # an iteration of vLLM has five tokens of each sequence
+    assert drafting.captured(2.0).tolist() == [16.0, 512.0]
     assert settings(tensor=[1, 2, 2], data=[1, 1, 2]).communicators.tolist() == [0.0, 2.0, 3.0]
