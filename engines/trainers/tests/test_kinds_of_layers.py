@@ -15,10 +15,11 @@ from flagcore_models.config import model_of_config
 from flagcore_models.layers import layer_counts, parameters, weights_by_group
 from flagcore_trainers.deepspeed import BUCKET, DEEPSPEED, MICRO, OFFLOAD, ZERO
 from flagcore_trainers.fsdp2.engine import FSDP2
-from flagcore_trainers.fully_shard import AC, EP, REPLICATE, SELECTIVE, SHARD
+from flagcore_trainers.fully_shard import AC, COMPILE, EP, REPLICATE, SELECTIVE, SHARD
 from flagcore_trainers.fully_shard.activations import activations
-from flagcore_trainers.fully_shard.predict import memory_job, selective_share
+from flagcore_trainers.fully_shard.predict import full_share, memory_job, predict, selective_share
 from flagcore_trainers.fully_shard.predict import training as fsdp2_training
+from flagcore_trainers.fully_shard.traffic import TRIAL
 from flagcore_trainers.fully_shard.weights import layers_of_rank
 from flagcore_trainers.meaning import layout_of, training, weights_of_rank
 from flagcore_trainers.torchtitan import TORCHTITAN
@@ -148,6 +149,25 @@ def test_selective_checkpoints_compute_latent_experts_again_in_their_width() -> 
     models = [replace(EXPERTS, moe_latent_size=each) for each in (None, EXPERTS.hidden_size, EXPERTS.hidden_size // 4)]
     shares = [selective_share(fsdp2_training(task(each, engine="fsdp2"), compiled=False)) for each in models]
     assert shares[0] > shares[1] > shares[2]
+
+
+def test_checkpoints_that_stop_early_leave_out_the_last_product_of_dense_networks() -> None:
+    shares = [full_share(fsdp2_training(task(each, engine="fsdp2"), compiled=False)) for each in (DENSE, EXPERTS)]
+    assert 0.5 < shares[0] < shares[1] == 1.0
+    job = task(DENSE, engine="fsdp2", devices=8, global_batch_size=16)
+    columns = {**fsdp2_columns(), AC: np.array([SELECTIVE + 1])}
+    seconds = [
+        predict(job, columns, costs(job), replace(TRIAL, stops_early=each)).time_s["compute_s"]
+        for each in (True, False)
+    ]
+    assert seconds[0] < seconds[1]
+
+
+def test_compiled_layers_do_not_store_the_activation_of_a_gate() -> None:
+    plain, compiled = (
+        predicted("fsdp2", DENSE, {COMPILE: each}, seq_length=4096).activation_bytes for each in (False, True)
+    )
+    assert plain - compiled == 2.0 * 4096 * DENSE.ffn_hidden_size * DENSE.num_layers
 
 
 def test_layers_that_repeat_others_have_activations_and_no_weights() -> None:

@@ -111,7 +111,7 @@ class Batches(Arrivals):
         if not self.overheads.own_groups:
             future += sum([group.finish - group.running * group.step for group in self.groups])
         fallen = self.overheads.falls * (self.step - self.since) * (len(self.free) or 1)
-        share = max(self.reserve - fallen, self.overheads.least)
+        share = max(self.reserve - fallen * self.scale, self.overheads.least * self.scale)
         return min(request.output - request.made, self.overheads.reserved) + self.promised + share * future
 
     def _found(self, request: Request) -> float:

@@ -105,13 +105,14 @@ class Sequences:
         *("lag", "gain", "made", "now", "known", "held", "stalled", "used", "freed", "link", "promised", "joined"),
         *("step", "running", "offset", "finish", "tickets", "turn", "others", "grown", "resting", "free", "groups"),
         *("idle_s", "steady", "growth", "marks", "periods", "members", "calls", "receive", "since", "front", "parts"),
-        "taken",
+        *("taken", "scale"),
     )
 
     def __init__(self, price: Price) -> None:
         self.price, self.lane, self.overheads = price, price.lane, price.overheads
         self.receive: int = self.overheads.receive
-        self.reserve: float = self.overheads.reserve
+        self.scale: float = self.overheads.reserve_of_ranks if self.lane.ranks > 1.0 else 1.0
+        self.reserve = self.overheads.reserve * self.scale
         self.prefix, self.capacity = self.lane.shared_prefix, self.lane.cache_tokens
         self.beside, self.block = self.lane.block - 1.0 + self.lane.fixed, 1
         self.is_closed, self.phases, self.holders = False, list[int](), Counter[int]()

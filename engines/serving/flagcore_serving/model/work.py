@@ -121,6 +121,7 @@ class Overheads:
     - `reserve`: share of the remaining answers of running requests for which the cache must have free space, beside
       the whole answer of a request, before this is admitted; it `falls` with each iteration that decodes, to `least`,
       until the engine is idle or preempts. `reserved`: the most tokens of an answer that count for it.
+      `reserve_of_ranks`: the factor on these shares with several attention DP ranks.
     - `embeds_on_host`: whether devices have the head, but never the embedding.
     - `activations_beside`: whether the engine's share is one of the memory that is free before it loads weights, and
       covers only these and the cache.
@@ -198,6 +199,7 @@ class Overheads:
     falls: float = 0.0
     least: float = 0.0
     reserved: float = math.inf
+    reserve_of_ranks: float = 1.0
     embeds_on_host: bool = False
     activations_beside: bool = False
     outside: float = math.inf

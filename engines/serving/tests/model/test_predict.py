@@ -351,7 +351,8 @@ def test_releases_have_different_overheads() -> None:
     assert known[None] == known["0.33"]
     assert not overheads_of(SGLANG.program.overheads, "0.5.9").mixes
     # the first with `ignore_eos` in `_get_running_request_total_token_offset` (schedule_policy.py)
-    assert [overheads_of(SGLANG.program.overheads, each).reserve for each in ("0.5.21", "0.5.22")] == [0.7, 1.0]
+    sglang = [overheads_of(SGLANG.program.overheads, each) for each in ("0.5.21", "0.5.22")]
+    assert [(each.reserve, each.reserve_of_ranks) for each in sglang] == [(0.7, 0.3), (1.0, 1.0)]
     entries = [overheads_of(VLLM.program.overheads, each).entry for each in ("0.9.1", "0.10.2", "0.11.0", "0.11.1")]
     harmony = task(model=replace(DENSE, name="gpt-oss-20b"), engine_version="0.11.0")
     assert entries == [8.2e-3, VLLM.overheads_for(harmony).entry, 8.2e-3, 2e-3]

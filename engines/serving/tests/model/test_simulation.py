@@ -247,6 +247,13 @@ def test_after_a_retraction_the_reserve_is_what_sequences_have_generated() -> No
     assert (run.run().preemptions, run.reserve) == (1, pytest.approx((150 + 20) / 201, rel=0.01))
 
 
+@pytest.mark.parametrize(("ranks", "waits"), [(1.0, True), (2.0, False)])
+def test_ranks_may_reserve_a_smaller_share(ranks: float, waits: bool) -> None:
+    price = price_of(replace(LANE, cache_tokens=800.0, block=1.0, ranks=ranks), reserve=1.0, reserve_of_ranks=0.3)
+    first, _, last = Simulation(price, [(100, 200)] * 3, [0.0] * 3, 3).run().requests
+    assert (last.first > first.end) is waits
+
+
 @pytest.mark.parametrize(
     ("over", "prompt", "preempted", "last"),
     [

@@ -267,7 +267,9 @@ class Fsdp2(Engine):
         casts = read is not None and not read.is_on("fsdp") and train.precision != "fp32" and train.adapter is None
         program = RECIPE if fs.STATES in train.assumed else FRAMEWORK if waits else TRIAL
         parts = float(train.assumed.get(LOSS_PARTS) or program.loss_parts)
-        return prediction.predict(task, columns, costs, replace(program, loss_parts=parts, casts=casts))
+        early = read is None or read.is_on("fsdp")  # other checkpoints may be reentrant
+        program = replace(program, loss_parts=parts, casts=casts, stops_early=early)
+        return prediction.predict(task, columns, costs, program)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         self._check_command(task.spec)

@@ -144,12 +144,12 @@ def _layer_activations(
 def _network(
     job: MemoryInputs, network: Network | None, hidden: FloatArray, whole: FloatArray, norm: FloatArray
 ) -> _PartBytes:
-    """Return the bytes of a network: with a gate, of the gate, its silu, the other half and the product."""
+    """Return the bytes of a network: with a gate, of the gate, its silu unless fused, the other half, the product."""
     none = np.zeros_like(job.tensor)
     if network is None:
         return _PartBytes(stored=none, kept=none, shared=none)
     u, h, rows, is_trained = job.value_bytes, job.model.hidden_size, job.tokens / job.tensor, job.adapter is None
-    gate, matrices = (4.0, 3.0) if network.gated else (2.0, 2.0)
+    gate, matrices = (4.0 - job.fused_activation, 3.0) if network.gated else (2.0, 2.0)
     width = u * network.active_width * rows
     if isinstance(network, Experts):
         # The backward begins with gradients of the experts' outputs and of their weights. At the end, what experts

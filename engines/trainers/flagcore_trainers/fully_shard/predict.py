@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 from flagcore_models.layers import head_of, layer_counts, mixer_counts, network_counts
 from flagcore_models.mixers.attention import Attention
+from flagcore_models.networks.experts import Experts
 from flagcore_training.frameworks import has_narrow_moments, has_tiled_loss, keeps_activations_on_host
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
@@ -88,6 +89,7 @@ def memory_job(
     columns: Columns,
     *,
     fused_norm: bool,
+    compiled: bool = False,
     compiled_loss: bool = False,
     loss_parts: float = 1.0,
     sends_stay: bool = False,
@@ -119,6 +121,7 @@ def memory_job(
         pipeline=size.astype(np.float64),
         schedule=schedule,
         fused_norm=fused_norm,
+        fused_activation=compiled,
         compiled_loss=compiled_loss,
         loss_parts=loss_parts,
         tiled_loss=has_tiled_loss(task.spec),
@@ -203,6 +206,7 @@ def _predict(
         task,
         columns,
         fused_norm=fused_norm,
+        compiled=compiled,
         compiled_loss=fused_loss or program.narrow_loss,
         loss_parts=program.loss_parts,
         sends_stay=costs.synchronous,
@@ -230,7 +234,8 @@ def _times(
     """Return the parts of the step time in seconds."""
     kernels, recomputed = costs.kernels, replace(layout, uniform=np.ones_like(layout.tensor))
     plain, full = (step_time(train, each, costs) for each in (layout, recomputed))
-    again = np.select([columns[fs.AC] == 1, columns[fs.AC] == 2], [0.0, selective_share(train)], 1.0)
+    repeated = full_share(train) if program.stops_early and job.adapter is None else 1.0
+    again = np.select([columns[fs.AC] == 1, columns[fs.AC] == 2], [0.0, selective_share(train)], repeated)
     time_s = {name: plain[name] + again * (full[name] - plain[name]) for name in plain}
     u = float(train.value_bytes)
     gathered, share, of_layers = weights.stage_weights(job)
@@ -266,8 +271,28 @@ def _times(
     return time_s
 
 
+def full_share(train: Training) -> float:
+    """Return the share of the layers' forward that full checkpoints compute again where they stop early: all but the
+    last product of a dense network, whose output no backward needs. Of experts, the sum of their outputs needs it.
+    PEFT's adapters are computed after it, so it runs again beside them.
+
+    A norm after the network, as of Gemma, needs it too; models do not state it. Compiled layers leave the product out
+    in torchtitan, too, which is not predicted: its published times with checkpoints are longer already.
+    """
+    model, (_again, total) = train.model, _selective_flops(train)
+    parts = [(part, number) for part, number in network_counts(model).items() if not isinstance(part, Experts)]
+    last = (each for each in used_products(model, parts) if each[0].split == "inputs")
+    return 1.0 - sum(number * product.inputs * product.outputs for product, number in last) / total
+
+
 def selective_share(train: Training) -> float:
-    """Return the share of the layers' forward that selective checkpoints compute again.
+    """Return the share of the layers' forward that selective checkpoints compute again."""
+    again, total = _selective_flops(train)
+    return again / total
+
+
+def _selective_flops(train: Training) -> tuple[float, float]:
+    """Return the multiplications of the layers' forward that selective checkpoints compute again, and all, for a token.
 
     Of the matrix products, these are the second, fourth, ... of a mixer, such as keys and the output projection, and
     the second half of a gated block. The attention core is stored. All products of routed experts run again (torchtitan
@@ -282,7 +307,7 @@ def selective_share(train: Training) -> float:
     for product, number in used_products(model, network_counts(model).items()):
         again += number * product.inputs * sum(out.width for out in product.layers[product.copies == 1 :])
         total += number * product.inputs * product.outputs
-    return again / total
+    return again, total
 
 
 def _exchange(

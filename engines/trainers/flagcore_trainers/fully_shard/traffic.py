@@ -50,6 +50,7 @@ class Program:
     `rotation`: memory passes over queries and keys of rotary embeddings without compilation, forward and backward.
     `fused_norm`: whether norms are one kernel. `compiled_loss`: whether `compile` includes the loss.
     `loss_parts`: as in `MemoryInputs`.
+    `stops_early`: whether checkpoints stop when all that they stored is computed again, as torch's do by default.
     `masked`: whether context-parallel attention computes all scores and masks half of them.
     `whole_gradients`: whether ranks keep whole gradients until the last micro-batch, in which they are reduced.
     `casts`: as in `MemoryInputs`, if the states have fp32.
@@ -65,6 +66,7 @@ class Program:
     casts: bool = False
     narrow_loss: bool = False
     own_attention: bool = False
+    stops_early: bool = True
 
 
 TRIAL = Program(rotation=(9.0, 12.0), masked=True)
@@ -75,7 +77,7 @@ FRAMEWORK = replace(TRIAL, whole_gradients=True)
 RECIPE = Program(rotation=FUSED["rotation"], whole_gradients=True, narrow_loss=True, own_attention=True)
 """NeMo AutoModel's recipes of models with experts (`examples/llm_benchmark` @36044ad3): transformer-engine's norms,
 rotary embeddings and attention, and fp32_upcast: false."""
-TORCHTITAN = Program(rotation=(10.0, 10.5), compiled_loss=True)
+TORCHTITAN = Program(rotation=(10.0, 10.5), compiled_loss=True, stops_early=False)
 """torchtitan 0.3, whose rotary embeddings are complex numbers in fp32."""
 PLAIN = Program(rotation=(10.2, 10.1), fused_norm=False)
 """A script whose layers are those of transformers 4 (`modeling_llama.py`): rotated halves, and norms in fp32."""

@@ -59,6 +59,7 @@ class MemoryInputs:
     `checkpointing`: 0 none, 1 selective, 2 full. `reduce_bytes`: bytes of a gradient while it is reduced, and
     `main_bytes` of a sharded weight, of its gradient, and of each moment of Adam, unless these are `narrow_moments`.
     `value_bytes`: bytes of an activation. `fused_norm`: whether norms are one kernel.
+    `fused_activation`: whether gates are not stored after their activation, as in compiled layers (torch 2.13).
     `compiled_loss`: whether the loss is one kernel per pass, which reads and writes 16-bit logits.
     `loss_parts`: parts of the tokens of which head and loss run one after another, with their backward.
     `tiled_loss`: whether head and loss run on tiles of `TILE` logits at most, which backward computes again in place.
@@ -87,6 +88,7 @@ class MemoryInputs:
     pipeline: FloatArray
     schedule: IntArray
     fused_norm: bool = True
+    fused_activation: bool = False
     compiled_loss: bool = False
     loss_parts: float = 1.0
     tiled_loss: bool = False
