@@ -68,7 +68,7 @@ class Batches(Arrivals):
             request = self.queue[place]
             cached = self._cached_tokens(request)
             if request.parts:
-                cached += sum([size for part, size in request.parts if not self.holders[part]])
+                cached += sum([size for part, size in request.parts if not self.holders.get(part)])
             required_tokens = cached + lane.admits
             if self.reserve:
                 required_tokens += self._future(request) + lane.block * (computed + 1) + 1 - self._slots()
@@ -88,8 +88,8 @@ class Batches(Arrivals):
                 self.promised += min(request.output, self.overheads.reserved)
             hit = max(request.hit, self._found(request)) if request.kept else request.hit
             self.used += cached
-            if request.parts:
-                self.holders.update([part for part, _ in request.parts])
+            for part, _ in request.parts:
+                self.holders[part] = self.holders.get(part, 0) + 1
             request.done = min(self.prefix + hit, request.prompt + request.made - 1.0)
             if not request.load or self.overheads.loads_by_layer:
                 self.partial.append(request)

@@ -114,7 +114,7 @@ class Sequences:
         self.reserve: float = self.overheads.reserve
         self.prefix, self.capacity = self.lane.shared_prefix, self.lane.cache_tokens
         self.beside, self.block = self.lane.block - 1.0 + self.lane.fixed, 1
-        self.is_closed, self.phases, self.holders = False, list[int](), Counter[int]()
+        self.is_closed, self.phases, self.holders = False, list[int](), dict[int, int]()
         self.used_adapters, self.in_slots = Counter[int](), dict[int, None]()
         self.queue, self.partial, self.loading = deque[Request](), deque[Request](), deque[Request]()
         self.heap, self.order, self.joined = list[tuple[int, int, Request]](), list[Request](), dict[float, int]()
@@ -144,7 +144,8 @@ class Sequences:
         tokens = self._cached_tokens(request)
         self.used -= tokens
         if request.parts:
-            self.holders.subtract([part for part, _ in request.parts])
+            for part, _ in request.parts:
+                self.holders[part] -= 1
             self.used -= sum([size for part, size in request.parts if not self.holders[part]])
         if self.block == 1 or not self._last(request):
             self.grown -= self.block
@@ -229,7 +230,7 @@ class Sequences:
         self.block, lasting = int(self.lane.block), (*self.partial, *self.loading, *started)
         self.phases, self.used = [0] * self.block, sum(map(self._cached_tokens, lasting))
         sizes = dict([part for request in (*lasting, *self.order) for part in request.parts])
-        self.used += sum([size for part, size in sizes.items() if self.holders[part]])
+        self.used += sum([size for part, size in sizes.items() if self.holders.get(part)])
         for request in self.order:
             if request.ticket:
                 self.phases[self._phase(request)] += 1
