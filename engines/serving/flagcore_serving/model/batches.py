@@ -85,7 +85,7 @@ class Batches(Arrivals):
             if lane.adapters:
                 self._use_adapter(request)
             if self.reserve:
-                self.promised += min(request.output, self.overheads.reserved)
+                self.promised += min(request.output, self.reserved)
             hit = max(request.hit, self._found(request)) if request.kept else request.hit
             self.used += cached
             for part, _ in request.parts:
@@ -105,14 +105,14 @@ class Batches(Arrivals):
         future = float(self.finish - self.running * self.step)
         if self.lag and not self.free:  # tokens in flight are not known
             future += self._slots() - self.resting
-        if self.longest > self.overheads.reserved:
+        if self.longest > self.reserved:
             running = [end - self.step for end, ticket, each in self.heap if each.ticket == ticket]
-            future += sum([min(self.overheads.reserved - left, 0.0) for left in running])
-        if not self.overheads.own_groups:
+            future += sum([min(self.reserved - left, 0.0) for left in running])
+        if self.groups and not self.overheads.own_groups:
             future += sum([group.finish - group.running * group.step for group in self.groups])
-        fallen = self.overheads.falls * (self.step - self.since) * (len(self.free) or 1)
-        share = max(self.reserve - fallen, self.overheads.least)
-        return min(request.output - request.made, self.overheads.reserved) + self.promised + share * future
+        fallen = self.falls * (self.step - self.since) * (len(self.free) or 1)
+        share = max(self.reserve - fallen, self.least)
+        return min(request.output - request.made, self.reserved) + self.promised + share * future
 
     def _found(self, request: Request) -> float:
         """Return the tokens of a preempted sequence whose blocks are still in the cache: no other sequence has taken
@@ -263,7 +263,7 @@ class Batches(Arrivals):
         if request.first < 0:
             request.first = self.now
         if self.reserve:
-            self.promised -= min(request.output, self.overheads.reserved)
+            self.promised -= min(request.output, self.reserved)
         request.made += 1
         if self.block == 1 or (request.prompt + request.made - self.prefix) % self.block == 1.0:  # the first of a block
             self.used += self.block

@@ -395,7 +395,10 @@ def _lanes(
     drafted, gain = gains(load.load, settings, rows)
     found = float(load.load.prefix_len)
     prefix = found - found % block if context.has_states else found * ones  # a state is stored only after a block
-    retained = [_retained(context, load, row, size) for row, size in zip(rows.tolist(), tokens.tolist(), strict=True)]
+    retained: list[tuple[float, tuple[Tier, ...]]] = [(0.0, ())] * rows.size
+    if load.parts:
+        each = zip(rows.tolist(), tokens.tolist(), strict=True)
+        retained = [_retained(context, load, row, size) for row, size in each]
     used = load.load.adapters + (context.overheads.base_takes_slot and load.load.adapter_share < 1.0)
     slots = settings.adapter_slots[rows] * ranks
     has_all = (slots == 0.0) | (slots >= used)

@@ -105,13 +105,16 @@ class Sequences:
         *("lag", "gain", "made", "now", "known", "held", "stalled", "used", "freed", "link", "promised", "joined"),
         *("step", "running", "offset", "finish", "tickets", "turn", "others", "grown", "resting", "free", "groups"),
         *("idle_s", "steady", "growth", "marks", "periods", "members", "calls", "receive", "since", "front", "parts"),
-        "taken",
+        *("falls", "least", "reserved", "taken"),
     )
 
     def __init__(self, price: Price) -> None:
         self.price, self.lane, self.overheads = price, price.lane, price.overheads
         self.receive: int = self.overheads.receive
         self.reserve: float = self.overheads.reserve
+        self.reserved: float = self.overheads.reserved
+        self.falls: float = self.overheads.falls
+        self.least: float = self.overheads.least
         self.prefix, self.capacity = self.lane.shared_prefix, self.lane.cache_tokens
         self.beside, self.block = self.lane.block - 1.0 + self.lane.fixed, 1
         self.is_closed, self.phases, self.holders = False, list[int](), dict[int, int]()
@@ -246,7 +249,7 @@ class Sequences:
         before = self.preemptions
         while self.used + self.held > self.capacity and self.running + self.others > 1:
             self._preempt()
-        if self.overheads.falls and self.preemptions > before:  # 20: SGLANG_RETRACT_DECODE_STEPS
+        if self.falls and self.preemptions > before:  # 20: SGLANG_RETRACT_DECODE_STEPS
             outputs = sum([each.output for _, ticket, each in self.heap if each.ticket == ticket])
             known = outputs - self.finish + self.running * (self.step + 20.0 - self.lag)
             self.reserve, self.since = min(known / (outputs + 1.0), 1.0), self.step + 1
