@@ -6,10 +6,9 @@ from unicodedata import normalize
 
 from flagcore.contracts import Problem
 from flagcore.domain.knob import Knobs
-from flagcore.domain.space import Axis, Candidate, Columns, IntArray, KnobValue, as_candidate
+from flagcore.domain.space import Axis, Candidate, Columns, ExcludingRule, IntArray, KnobValue, as_candidate
 from flagcore.errors import SpecError, UsageError
 from flagcore.i18n import N_, _, did_you_mean
-from flagcore.report.candidate_report import ExcludingRule
 from flagcore.report.text import details, knob_of
 from flagcore.tuner.problem import candidate_columns
 from flagcore.tuner.stages.build import canonical

@@ -125,8 +125,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     status = _run(list(sys.argv[1:] if argv is None else argv))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a late Ctrl-C does not change the exit status
-    if argv is None and active_count() > 1:  # a caller in this process goes on
-        end_despite_threads(status)
+    if argv is None:  # a caller in this process goes on
+        gc.freeze()  # at its end, a process looks for cycles among all objects, which takes another tenth of a plan
+        if active_count() > 1:
+            end_despite_threads(status)
     sys.exit(status)
 
 

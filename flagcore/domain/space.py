@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from flagcore.i18n import N_
+from flagcore.i18n import N_, _
 
 KnobValue: TypeAlias = int | bool | str | None
 
@@ -97,6 +97,18 @@ class Rule:
     search_only: bool = False
     least_rows: int = 0
     most_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExcludingRule:
+    """A rule that excludes a candidate, with the values of the candidate that it uses."""
+
+    rule: str
+    message: str
+    values: Mapping[str, KnobValue] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {_(self.message)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -53,7 +53,7 @@ class LoadedPlugins:
         sorted_plugins = sorted(found, key=lambda plugin: plugin.name)
         self.plugins = tuple(plugin for plugin in sorted_plugins if isinstance(plugin, Plugin))
         self._failures = dict.fromkeys(failure for failure in sorted_plugins if isinstance(failure, PluginFailure))
-        self._devices: dict[tuple[tuple[str, str], ...], tuple[Device, ...]] = {}
+        self._devices: dict[Hashable, tuple[Device, ...]] = {}
         self._of_hosts: tuple[Device, ...] | None = None
         self._telemetry: Callable[[Device], Telemetry | None] | None = None
         self._detection_failures: dict[str, str] = {}
@@ -85,19 +85,22 @@ class LoadedPlugins:
         """Return the name of the plugin that defines `chip` (a name or an alias), or None if there is none."""
         return self._catalogue(normalize_name(chip)).get(normalize_name(chip), (None, None))[1]
 
-    def devices(self, variables: Mapping[str, str] | None = None) -> tuple[Device, ...]:
-        """Return the devices that all plugins find. Results are cached.
+    def devices(self, variables: Mapping[str, str] | None = None, chips: Sequence[Chip] = ()) -> tuple[Device, ...]:
+        """Return the devices that all plugins find, or at least those that are `chips`. Results are cached.
 
         `variables`: environment variables of the spec. The devices are those that processes with these variables and
         the variables of this shell can use.
         """
         if self._of_hosts is not None:
             return self._of_hosts
-        key = tuple(sorted((variables or {}).items()))
+        owners = {self.owner(chip.name) for chip in chips}
+        asked = tuple(plugin for plugin in self.plugins if plugin.name in owners)
+        asked = asked if 0 < len(asked) == len(owners) else self.plugins  # a chip may be known from a calibration only
+        key = asked, *sorted((variables or {}).items())
         if key not in self._devices:
-            environment = {**os.environ, **dict(key)}
+            environment = {**os.environ, **(variables or {})}
             with stdout_to_stderr():  # together, because tools may hang
-                found = together([partial(self._devices_of, plugin, environment) for plugin in self.plugins])
+                found = together([partial(self._devices_of, plugin, environment) for plugin in asked])
             self._devices[key] = tuple(device for devices in found for device in devices)
         return self._devices[key]
 

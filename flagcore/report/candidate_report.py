@@ -8,7 +8,7 @@ from typing import Any
 from flagcore.domain.knob import Knobs
 from flagcore.domain.prediction import Belief, Prediction
 from flagcore.domain.records import GIB
-from flagcore.domain.space import KnobValue
+from flagcore.domain.space import ExcludingRule, KnobValue
 from flagcore.domain.spec import SERVING, objective_value
 from flagcore.i18n import N_, _
 from flagcore.report.explanation import memory_parts, shown_latencies, used_text
@@ -31,18 +31,6 @@ from flagcore.report.text import (
 
 SAME = 1e-9
 """The maximum relative difference between figures that count as equal."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExcludingRule:
-    """A rule that excludes a candidate, with the values of the candidate that it uses."""
-
-    rule: str
-    message: str
-    values: Mapping[str, KnobValue] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return f"{self.rule}: {_(self.message)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -324,11 +324,13 @@ def nearest_runs(
 
     Only runs of jobs with steps can be compared.
     """
+    if not (work := task.spec.work).has_steps:
+        return ()
     from flagcore.spec.jobs import read_job  # takes long to import
 
     names = {name for group in task.cluster.groups for name in group.chip.spellings}
-    work, engines, found = task.spec.work, plugins.engines(), []
-    for record in loaded.published_runs() if work.has_steps else ():
+    engines, found = plugins.engines(), []
+    for record in loaded.published_runs():
         with suppress(FlagError, KeyError):
             chip = record["cluster"]["chip"]
             is_other = normalize_name(chip) not in names

@@ -274,6 +274,13 @@ def test_a_plan_imports_nothing_that_only_trials_need(project: Project, command:
     assert imported(project, unused, command[0], project.spec(cluster={"nodes": 2}), *command[1:]) == []
 
 
+def test_the_end_of_a_process_looks_for_no_cycles() -> None:
+    lines = ("import atexit, gc", "atexit.register(lambda: print(gc.get_freeze_count()))", *FLAG[-1].split("; "))
+    argv = [sys.executable, "-c", "\n".join(lines), "--version"]
+    completed_process = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert int(completed_process.stdout.splitlines()[-1]) > 0
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")
 def test_output_that_cannot_be_written_is_reported_in_one_line() -> None:
     with open("/dev/full", "w") as full:

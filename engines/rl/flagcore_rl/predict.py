@@ -124,8 +124,9 @@ def predict(
     for each in candidates:  # threads of a process split matrices, too
         tensor, threads = each.get("tensor_model_parallel_size"), each.pop(roles.THREADS, 1)
         each["tensor_model_parallel_size"] = int(tensor or 1) * int(threads or 1)
-    if not (_last and _last[0] is task and _last[1] is costs):
-        _last[:] = task, costs, {}, {}
+    asked = replace(task, spec=replace(task.spec, space={}, baseline=None))
+    if not (_last and _last[0] == asked and _last[1] is costs):
+        _last[:] = asked, costs, {}, {}
     trained = _once(
         _last[2],
         candidates,
@@ -175,7 +176,8 @@ def predict(
 
 
 _last: list[Any] = []
-"""The last task, its costs, and what is known of its trainers and rollouts: a plan predicts what it lists again."""
+"""The last task without its space, its costs, and what is known of its trainers and rollouts: a plan predicts what it
+lists, and what its baseline comes from, again."""
 
 
 def _once(

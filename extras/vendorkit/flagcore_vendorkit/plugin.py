@@ -117,8 +117,8 @@ class VendorPlugin:
     def flagcore_engine_support(
         self, chip: Chip, engine: str, engine_version: str | None, kind: str
     ) -> EngineSupport | None:
-        support = read_engines(self.package).get(kind)
-        if support is None or not self.owns(chip):
+        support = read_engines(self.package).get(kind) if self.owns(chip) else None
+        if support is None:
             return None
         quirks, about = read_quirks(self.package), (chip, engine, engine_version, kind)
         for report in applicable(quirks.support, *about)[:1]:
@@ -171,8 +171,9 @@ class VendorPlugin:
 
     @hookimpl
     def flagcore_knobs(self, chip: Chip, engine: str, engine_version: str | None) -> Sequence[Knob] | None:
-        listed = all_knobs(self.package) if self.owns(chip) else ()
-        support = read_engines(self.package).get("train")
+        if not self.owns(chip):
+            return None
+        listed, support = all_knobs(self.package), read_engines(self.package).get("train")
         if listed and support and "flagcx" in support.cross_vendor_libraries:
             listed = (*listed, *all_knobs(__package__))
         return [each.knob for each in listed if each.scope.includes(chip, engine, engine_version)] or None

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 
 from flagcore.api.candidate_parser import broken_rules_of
-from flagcore.api.commands.export import first_target
-from flagcore.api.inputs import SpecLike, about_sections, changed_spec, open_spec
+from flagcore.api.inputs import OpenedSpec, SpecLike, about_sections, changed_spec, open_spec
 from flagcore.api.jobs import NEAREST, PublishedRuns, detailed_predictions, expected_seconds
-from flagcore.api.runs import snapshot_of
 from flagcore.contracts import Platform, Problem
 from flagcore.domain.engine import ForcedSetting
 from flagcore.domain.knob import Knob
@@ -82,7 +80,7 @@ def estimate(
     place = recommended(problem, order)
     can_start = not task.spec.work.missing
     row = int(order[place])
-    target = first_target(snapshot_of(opened), problem.space.candidate(row)) if start and can_start else ""
+    target = _target(opened, row) if start and can_start else ""
     planned_s = float(problem.predictions.step_time_s[row])
     expected_s, expected = expected_seconds(problem, planned_s, loaded)
     untimed = int(np.isnan(problem.predictions.step_time_s[order]).sum())
@@ -125,6 +123,14 @@ def estimate(
 
         on_page(plan_report(problem, spec, start(target) if start and target else "", found.expected))
     return found
+
+
+def _target(opened: OpenedSpec, row: int) -> str:
+    """Return the first target that accepts the candidate of a row."""
+    from flagcore.api.commands.export import first_target  # what plans without commands do not import
+    from flagcore.api.runs import snapshot_of
+
+    return first_target(snapshot_of(opened), opened.problem.space.candidate(row))
 
 
 def _first_line(report: Callable[[str], object], platform: Platform, space: Space, predictions: Predictions) -> None:

@@ -15,7 +15,7 @@ from flagcore.api.runs import Snapshot, all_trials, load_snapshot, no_best_error
 from flagcore.api.subject import Subject, best_of, expected_text
 from flagcore.domain.plan import failed_repeats
 from flagcore.domain.prediction import Prediction
-from flagcore.domain.space import DOES_NOT_FIT, Candidate
+from flagcore.domain.space import DOES_NOT_FIT, Candidate, ExcludingRule
 from flagcore.domain.trial import ESTIMATE, PROBE, Role, Trial, TrialState, is_disturbed
 from flagcore.errors import NothingFits, SpecError
 from flagcore.i18n import N_, _
@@ -37,7 +37,7 @@ RAN, OPEN = N_("ran"), N_("open")
 removed it. RAN: it has a trial. OPEN: it may be tried."""
 
 
-def state_of(subject: Subject) -> tuple[str, list[str], Sequence[reports.ExcludingRule]]:
+def state_of(subject: Subject) -> tuple[str, list[str], Sequence[ExcludingRule]]:
     """Return the state of a candidate, the reasons for it, and the rules that caused it."""
     snapshot, predicted = subject.snapshot, subject.predicted
     if predicted is None:
@@ -54,7 +54,7 @@ def state_of(subject: Subject) -> tuple[str, list[str], Sequence[reports.Excludi
     return OPEN, [*probes, *_why_open(subject)], []
 
 
-def _state_outside(subject: Subject, predicted: Prediction) -> tuple[str, list[str], Sequence[reports.ExcludingRule]]:
+def _state_outside(subject: Subject, predicted: Prediction) -> tuple[str, list[str], Sequence[ExcludingRule]]:
     """Return the same as `state_of` for a legal candidate that is not in the space."""
     snapshot, outside = subject.snapshot, list(_values_outside_space(subject))
     bounds = (each for each in snapshot.problem.legality.bounds if each.broken(subject.columns).any())
@@ -68,7 +68,7 @@ def _state_outside(subject: Subject, predicted: Prediction) -> tuple[str, list[s
     return OUTSIDE, [*lines, *(_("it would be removed: {rule}", rule=each) for each in pruned_by)], []
 
 
-def _broken_rule(rule: reports.ExcludingRule) -> str:
+def _broken_rule(rule: ExcludingRule) -> str:
     values = ", ".join(f"{knob} = {value}" for knob, value in rule.values.items())
     return f"{rule} ({values})" if values else str(rule)
 

@@ -35,13 +35,15 @@ def discover(spec: Spec, plugins: LoadedPlugins, engine_version: str | None = No
     `engine_version` is the release of the engine, None if unknown. Raises NoDevice if no device is found, if a chip is
     unknown, or if the engine cannot run on it.
     """
-    engine, devices = spec.work.engine, plugins.devices(spec.envs)
+    engine, requests = spec.work.engine, spec.cluster.groups or (spec.cluster,)
+    keys = [f"cluster.groups[{index}].chip" for index in range(len(spec.cluster.groups))] or ["cluster.chip"]
+    chips = ((key, each.chip) for key, each in zip(keys, requests, strict=True) if each.chip != AUTO)
+    named = {key: _find_chip(name, key, plugins) for key, name in chips}
+    devices = plugins.devices(spec.envs, [*named.values()] if len(named) == len(requests) else ())
     vendor_devices = _of_vendor(devices, spec, plugins)
     groups, supports = [], []
-    for index, requested in enumerate(spec.cluster.groups or (spec.cluster,)):
-        key = f"cluster.groups[{index}].chip" if spec.cluster.groups else "cluster.chip"
-        is_auto = requested.chip == AUTO
-        chip = best_chip(vendor_devices, plugins, engine) if is_auto else _find_chip(requested.chip, key, plugins)
+    for key, requested in zip(keys, requests, strict=True):
+        chip = named.get(key) or best_chip(vendor_devices, plugins, engine)
         support = _require_support(chip, plugins, engine, engine_version)
         chip = with_network(plugins.measured_chip(chip), requested.nic_bytes_per_second, requested.nic_latency_seconds)
         several_hosts = bool(spec.cluster.groups) or requested.nodes > 1

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
-
 from flagcore.domain import host
 from flagcore.domain.chip import Chip, Device, Fact, Link, Source
 from flagcore.physics.collective_costs import EFFICIENCY
@@ -21,6 +19,8 @@ SHARE_OF_AVAILABLE = 0.9
 
 def memory_bytes_per_device() -> int:
     """Return the memory of one device: a safe share of the memory of the machine or container, divided by the cores."""
+    import psutil  # plans for other chips do not need it
+
     memory = psutil.virtual_memory()
     total = min(memory.total, host.allowed_memory_bytes() or memory.total)
     return int(min(total * SHARE_OF_TOTAL, memory.available * SHARE_OF_AVAILABLE)) // host.cores()

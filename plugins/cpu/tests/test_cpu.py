@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
-from flagcore_cpu import hooks, rates
+from flagcore_cpu import hooks, load, rates
 from flagcore_cpu.costs import ServerCosts
 from flagcore_cpu.hooks import plugin
 from flagcore_cpu.machine import Processor, this_machine
@@ -273,9 +273,9 @@ def test_the_load_of_other_programs_excludes_this_process_and_those_below_it(mon
     monkeypatch.setattr(psutil, "cpu_times", lambda percpu: [Times(**times), Times(user=now[0], idle=0.0, iowait=0.0)])
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(sin=now[0] * 1e6, sout=0))
-    monkeypatch.setattr(hooks, "_own_seconds", lambda: dict(own))
-    monkeypatch.setattr(hooks.time, "monotonic", lambda: 100.0 + now[0])
-    machine = hooks.MachineLoad()
+    monkeypatch.setattr(load, "_own_seconds", lambda: dict(own))
+    monkeypatch.setattr(load.time, "monotonic", lambda: 100.0 + now[0])
+    machine = load.MachineLoad()
     assert "cores" not in machine.read()
     now[0], times["user"], times["idle"], times["iowait"] = 10.0, 40.0, 96.0, 4.0
     own.update({1: 6.0, 3: 6.0})

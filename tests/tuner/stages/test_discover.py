@@ -50,6 +50,15 @@ def loaded(**plugins: object) -> LoadedPlugins:
     return found
 
 
+def test_a_named_chip_asks_only_its_plugin_for_devices() -> None:
+    other, asked = replace(tasks.CHIP, name="other-chip", aliases=()), list[str]()
+    plugins = loaded(x=plugin(tasks.CHIP, 4), y=tasks.plugin(chips=lambda: [other], devices=lambda: asked.append("y")))
+    assert completed(spec(chip="test-chip"), plugins).task.cluster.groups[0].devices == 4
+    assert asked == []
+    assert completed(spec(), plugins).task.cluster.groups[0].devices == 4
+    assert asked == ["y"]
+
+
 def test_local_devices_are_the_default_cluster() -> None:
     platform = completed(spec(), loaded(x=plugin(tasks.CHIP, 4, called="TEST accelerator 9000")))
     group = platform.task.cluster.groups[0]

@@ -68,7 +68,7 @@ class Batches(Arrivals):
             request = self.queue[place]
             cached = self._cached_tokens(request)
             if request.parts:
-                cached += sum([size for part, size in request.parts if not self.holders[part]])
+                cached += sum([size for part, size in request.parts if not self.holders.get(part)])
             required_tokens = cached + lane.admits
             if self.reserve:
                 required_tokens += self._future(request) + lane.block * (computed + 1) + 1 - self._slots()
@@ -85,11 +85,11 @@ class Batches(Arrivals):
             if lane.adapters:
                 self._use_adapter(request)
             if self.reserve:
-                self.promised += min(request.output, self.overheads.reserved)
+                self.promised += min(request.output, self.reserved)
             hit = max(request.hit, self._found(request)) if request.kept else request.hit
             self.used += cached
-            if request.parts:
-                self.holders.update([part for part, _ in request.parts])
+            for part, _ in request.parts:
+                self.holders[part] = self.holders.get(part, 0) + 1
             request.done = min(self.prefix + hit, request.prompt + request.made - 1.0)
             if not request.load or self.overheads.loads_by_layer:
                 self.partial.append(request)
@@ -105,14 +105,14 @@ class Batches(Arrivals):
         future = float(self.finish - self.running * self.step)
         if self.lag and not self.free:  # tokens in flight are not known
             future += self._slots() - self.resting
-        if self.longest > self.overheads.reserved:
+        if self.longest > self.reserved:
             running = [end - self.step for end, ticket, each in self.heap if each.ticket == ticket]
-            future += sum([min(self.overheads.reserved - left, 0.0) for left in running])
-        if not self.overheads.own_groups:
+            future += sum([min(self.reserved - left, 0.0) for left in running])
+        if self.groups and not self.overheads.own_groups:
             future += sum([group.finish - group.running * group.step for group in self.groups])
-        fallen = self.overheads.falls * (self.step - self.since) * (len(self.free) or 1)
-        share = max(self.reserve - fallen * self.scale, self.overheads.least * self.scale)
-        return min(request.output - request.made, self.overheads.reserved) + self.promised + share * future
+        fallen = self.falls * (self.step - self.since) * (len(self.free) or 1)
+        share = max(self.reserve - fallen, self.least)
+        return min(request.output - request.made, self.reserved) + self.promised + share * future
 
     def _found(self, request: Request) -> float:
         """Return the tokens of a preempted sequence whose blocks are still in the cache: no other sequence has taken
@@ -263,7 +263,7 @@ class Batches(Arrivals):
         if request.first < 0:
             request.first = self.now
         if self.reserve:
-            self.promised -= min(request.output, self.overheads.reserved)
+            self.promised -= min(request.output, self.reserved)
         request.made += 1
         if self.block == 1 or (request.prompt + request.made - self.prefix) % self.block == 1.0:  # the first of a block
             self.used += self.block

@@ -75,6 +75,7 @@ class Candidates:
     `transfer`: seconds to send the cache of one prompt token, for kinds that only prefill or only decode, or the
     embedding of one token of an image, for kinds that only encode. `swap_s`: those to load an adapter into a slot.
     `has_states`: whether the model has recurrent states.
+    `about`: the overheads as text, which identifies them in keys. It takes long.
     `encoder`: the costs of the vision tower; None if there is none. `tiers`: those of `tiers_of`. `simulation`: as in
     `Price`.
     """
@@ -88,6 +89,7 @@ class Candidates:
     overheads: Overheads
     transfer: FloatArray
     swap_s: FloatArray
+    about: str
     has_states: bool = False
     encoder: EncoderCosts | None = None
     tiers: Mapping[str, tuple[FloatArray, FloatArray]] = field(default_factory=dict)
@@ -133,11 +135,13 @@ def expected_figures(context: Candidates, *, simulates: bool = True) -> dict[str
     expected = closed_form.get("requests_per_s", np.zeros(context.kinds.size))
     simulated = simulated if simulated.size <= limit else _best_rows(context, closed_form, simulated, limit)
     simulated_rows = set(simulated.tolist())
+    of_simulated = [row for candidate in simulated_rows for row in members[candidate]]
+    lanes = [{} if context.serve.highest else _lanes_by_row(context, load, of_simulated) for load in loads]
     for rows in sorted(candidates_by_key.values(), key=lambda rows: -expected[rows[0]]):
         if rows[0] in simulated_rows:
             counts = [(row, int(context.kinds.count[row])) for row in members[rows[0]]]
             if context.serve.highest is None:
-                points = [_load_figures(context, load, counts) for load in loads]
+                points = [_load_figures(context, load, counts, known) for load, known in zip(loads, lanes, strict=True)]
             else:
                 points = [_highest(context, loads[0], counts, float(expected[rows[0]]), found)]
             best = _select(points, context.serve.slo, context.task.spec.objective)
@@ -211,11 +215,19 @@ MAX_KNOWN = 4096
 
 
 def _load_figures(
-    context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]], *, stops: bool = False
+    context: Candidates,
+    load: SimulatedLoad,
+    kinds: Sequence[tuple[int, int]],
+    known: Mapping[int, Lane] | None = None,
+    *,
+    stops: bool = False,
 ) -> Mapping[str, float]:
     """Return the metrics of a load on one candidate. `kinds`: for each kind of the candidate's instances, its row in
-    `context` and its number of instances. With `stops`, the metrics may be empty if a limit of the SLO is exceeded."""
-    lanes = [_lane(context, load, row) for row, _ in kinds]
+    `context` and its number of instances. `known`: the lanes of the load by row, if they are. With `stops`, the metrics
+    may be empty if a limit of the SLO is exceeded."""
+    rows = [row for row, _ in kinds]
+    by_row = known or _lanes_by_row(context, load, rows)
+    lanes = [by_row[row] for row in rows]
     key = _simulation_key(context, load, kinds, lanes)
     if key is None:
         return _simulated(context, load, kinds, lanes, stops=stops)[1]
@@ -261,7 +273,7 @@ def _simulation_key(
     arrays = (context.kinds.count, context.kinds.role, context.transfer)
     others = tuple(each[rows].tobytes() for each in arrays), context.times.captured[rows[1:]].tobytes()
     slo = tuple(context.serve.slo.items())
-    return load.load, load.is_spread, load.prefix_aware, slo, repr(context.overheads), free, costs, others
+    return load.load, load.is_spread, load.prefix_aware, slo, context.about, free, costs, others
 
 
 def _simulated(
@@ -357,11 +369,13 @@ def _highest(
     return figures
 
 
-def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
-    """Return the limits of one lane (instance) of a candidate."""
-    columns, tiers = _lanes(context, load, np.array([row]))
-    values: dict[str, Any] = {name: column.item() for name, column in columns.items()}
-    return Lane(**values, tiers=tiers[0], whole_prompts=context.overheads.whole_prompts)
+def _lanes_by_row(context: Candidates, load: SimulatedLoad, rows: Sequence[int]) -> dict[int, Lane]:
+    """Return the limits of a lane (instance) of each row."""
+    columns, tiers = _lanes(context, load, np.array(rows, dtype=np.int64))
+    values = zip(*(column.tolist() for column in columns.values()), strict=True)
+    whole = context.overheads.whole_prompts
+    named = (dict[str, Any](zip(columns, each, strict=True)) for each in values)
+    return {row: Lane(**each, tiers=of, whole_prompts=whole) for row, each, of in zip(rows, named, tiers, strict=True)}
 
 
 def _lanes(
@@ -381,7 +395,10 @@ def _lanes(
     drafted, gain = gains(load.load, settings, rows)
     found = float(load.load.prefix_len)
     prefix = found - found % block if context.has_states else found * ones  # a state is stored only after a block
-    retained = [_retained(context, load, row, size) for row, size in zip(rows.tolist(), tokens.tolist(), strict=True)]
+    retained: list[tuple[float, tuple[Tier, ...]]] = [(0.0, ())] * rows.size
+    if load.parts:
+        each = zip(rows.tolist(), tokens.tolist(), strict=True)
+        retained = [_retained(context, load, row, size) for row, size in each]
     used = load.load.adapters + (context.overheads.base_takes_slot and load.load.adapter_share < 1.0)
     slots = settings.adapter_slots[rows] * ranks
     has_all = (slots == 0.0) | (slots >= used)

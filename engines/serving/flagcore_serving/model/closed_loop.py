@@ -110,8 +110,9 @@ def steady_state(loop: ClosedLoop) -> LoopMeans:
     limit = np.minimum(np.minimum(loop.flight, loop.running), room)
     decoding = limit.copy()
     decode_steps = np.maximum(loop.output - 1.0, 1.0)
+    experts = loop.costs.shared + loop.costs.summed
     for _ in range(ROUNDS):
-        plain, mixed, prompt_tokens = _iterations(loop, decoding)
+        plain, mixed, prompt_tokens = _iterations(loop, experts, decoding)
         # number of iterations with prompts per decoding iteration
         prompt_share = np.where(decodes_only, 0.0, decoding * loop.prompt / (loop.output * prompt_tokens))
         tpot = plain + prompt_share * (mixed - np.where(loop.mixes, plain, 0.0))
@@ -123,14 +124,15 @@ def steady_state(loop: ClosedLoop) -> LoopMeans:
         decoding = 0.5 * (decoding + np.maximum(active, 1e-3))
     e2e = (ttft + decode_steps * tpot) * loop.flight / limit
     means = LoopMeans(e2e - decode_steps * tpot, tpot, loop.flight * loop.output / e2e)
-    return _with_prompts_only(loop, means) if np.any(loop.role) else means
+    return _with_prompts_only(loop, experts, means) if np.any(loop.role) else means
 
 
-def _with_prompts_only(loop: ClosedLoop, means: LoopMeans) -> LoopMeans:
+def _with_prompts_only(loop: ClosedLoop, experts: FloatArray, means: LoopMeans) -> LoopMeans:
     """Return `means` with recomputed values for prefill-only lanes: the TTFT of a prompt alone, and the rate of full
     iterations, whose prompts are divided among all ranks."""
     prefills, none = np.asarray(loop.role) == 1, np.full_like(loop.flight, 1e-9)
-    (_, alone, piece), (_, full, tokens) = _iterations(loop, none), _iterations(loop, none, loop.flight * loop.prompt)
+    _, alone, piece = _iterations(loop, experts, none)
+    _, full, tokens = _iterations(loop, experts, none, loop.flight * loop.prompt)
     seconds = np.maximum(loop.prompt / piece, 1.0) * alone
     return LoopMeans(
         np.where(prefills, loop.front_end + seconds, means.ttft),
@@ -140,10 +142,10 @@ def _with_prompts_only(loop: ClosedLoop, means: LoopMeans) -> LoopMeans:
 
 
 def _iterations(
-    loop: ClosedLoop, decoding: FloatArray, waiting: FloatArray | float = 0.0
+    loop: ClosedLoop, experts: FloatArray, decoding: FloatArray, waiting: FloatArray | float = 0.0
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return the seconds of an iteration without prompts, and the seconds and prompt tokens of one with prompts. It
-    computes at least `waiting` prompt tokens, up to the limit."""
+    computes at least `waiting` prompt tokens, up to the limit. `experts`: the table of `shared` for prompts."""
     costs, overheads, ranks, batch = loop.costs, loop.overheads, loop.ranks * loop.stages, decoding / loop.stages
     plain, reads = loop.device(decoding), loop.reads(decoding)
     plain = np.maximum(plain, np.where(batch / loop.ranks > costs.captured, costs.floor, costs.decode_floor))
@@ -155,7 +157,7 @@ def _iterations(
     longest = np.maximum(prompt_tokens / ranks, piece)
     mixed_in = np.where(loop.mixes, decoding, 0.0)
     tokens = mixed_in / loop.stages + np.maximum(prompt_tokens / loop.stages, longest)
-    mixed = interpolate(costs.local, mixed_in / ranks + longest) + interpolate(costs.shared + costs.summed, tokens)
+    mixed = interpolate(costs.local, mixed_in / ranks + longest) + interpolate(experts, tokens)
     mixed = mixed + interpolate(costs.sampled, mixed_in / ranks + prompt_tokens / loop.prompt)
     mixed = mixed + costs.pair * longest * 0.5 * loop.prompt + np.where(loop.mixes, reads, 0.0)
     mixed = mixed + loop.encode * longest / loop.prompt

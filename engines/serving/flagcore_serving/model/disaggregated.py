@@ -10,7 +10,7 @@ follows ai-dynamo/aiconfigurator @095f58a5 `README.md`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from math import ceil, inf
 
@@ -34,30 +34,40 @@ class Prefill:
     transfer: float
 
 
-@dataclass(slots=True)
 class _Batch:
-    """Prompts that a prefill instance computes together. Their caches reach the decode instance at the time `done`."""
+    """Prompts that a prefill instance computes together. Their caches reach the decode instance at the time `done`.
 
-    start: float
-    link_free: float
-    members: list[Request] = field(default_factory=list)
-    tokens: float = 0.0
-    cached: int = 0
-    pairs: float = 0.0
-    longest: float = 0.0
-    encode: float = 0.0
-    end: float = 0.0
-    done: float = 0.0
-    number: int = 0
+    It and `_Server` are no dataclasses, as `Request`.
+    """
+
+    __slots__ = (
+        "cached",
+        "done",
+        "encode",
+        "end",
+        "link_free",
+        "longest",
+        "members",
+        "number",
+        "pairs",
+        "start",
+        "tokens",
+    )
+
+    def __init__(self, start: float, link_free: float) -> None:
+        self.start, self.link_free, self.members = start, link_free, list[Request]()
+        self.tokens = self.pairs = self.longest = self.encode = self.end = self.done = 0.0
+        self.cached = self.number = 0
 
 
-@dataclass(slots=True)
 class _Server:
     """One prefill instance: the times at which it and its link become free, and its last batch."""
 
-    free: float = 0.0
-    link_free: float = 0.0
-    last: _Batch | None = None
+    __slots__ = ("free", "last", "link_free")
+
+    def __init__(self) -> None:
+        self.free = self.link_free = 0.0
+        self.last: _Batch | None = None
 
 
 class Disaggregated(Simulation):
@@ -97,7 +107,10 @@ class Disaggregated(Simulation):
         arrival = arrival + self.request_s + self.entry_s + request.read
         done = min(self.shared, prompt - 1.0)
         piece = prompt - done
-        server = min(self.servers, key=lambda each: each.free)
+        server = self.servers[0]
+        for each in self.servers:
+            if each.free < server.free:
+                server = each
         batch = server.last
         if batch is None or arrival > batch.start or batch.tokens + piece > self.budget:
             batch = server.last = _Batch(max(arrival, server.free), server.link_free)
@@ -162,7 +175,7 @@ class Disaggregated(Simulation):
                 tokens = float(request.prompt + request.made)
                 self._pause(self.price.mixed(0, tokens, tokens, 0.5 * tokens**2, 1))
             if self.reserve:
-                self.promised -= min(request.output, self.overheads.reserved)
+                self.promised -= min(request.output, self.reserved)
             self._join(request)
             if request.first < 0:
                 running = self.running

@@ -110,9 +110,9 @@ def interpolate(table: FloatArray, tokens: FloatArray) -> FloatArray:
     """Return each candidate's row of `table`, interpolated at its number of tokens. 0 tokens take 0 s."""
     tokens = np.minimum(tokens, NODES[-1])
     index = np.clip(np.searchsorted(NODES, tokens, side="right") - 1, 0, NODES.size - 2)
-    row_indices = np.arange(table.shape[0])
-    low, high = table[row_indices, index], table[row_indices, index + 1]
-    share = (np.maximum(tokens, NODES[0]) - NODES[index]) / (NODES[index + 1] - NODES[index])
+    places = index + table.shape[1] * np.arange(table.shape[0])
+    low, high = table.take(places), table.take(places + 1)
+    share = (np.maximum(tokens, NODES[0]) - NODES.take(index)) / (NODES.take(index + 1) - NODES.take(index))
     return np.where(tokens > 0, low + share * (high - low), 0.0)
 
 

@@ -102,6 +102,7 @@ def predict(
         overheads=overheads,
         transfer=transfer_seconds(task, kinds, settings, costs),
         swap_s=swap_seconds(serving, settings),
+        about=repr(overheads),
         has_states=state_bytes(task.spec.model) > 0.0,
         encoder=encoder,
         tiers=tiers_of(task, serving, settings, memory, costs),

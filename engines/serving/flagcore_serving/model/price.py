@@ -4,15 +4,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
-from typing import Any
+from typing import Any, Final
 
 from flagcore_serving.model.iteration import NODES, IterationCosts
 from flagcore_serving.model.tiers import Tier
 from flagcore_serving.model.vision import Encoders, ImageWork
 from flagcore_serving.model.work import Overheads
 
-GRID: list[float] = NODES.tolist()
-LAST = len(GRID) - 1
+GRID: Final[list[float]] = NODES.tolist()
+LAST: Final = len(GRID) - 1
 UNLIMITED_TOKENS = 1e15
 """Size of an unlimited cache in tokens."""
 

@@ -105,17 +105,21 @@ class Sequences:
         *("lag", "gain", "made", "now", "known", "held", "stalled", "used", "freed", "link", "promised", "joined"),
         *("step", "running", "offset", "finish", "tickets", "turn", "others", "grown", "resting", "free", "groups"),
         *("idle_s", "steady", "growth", "marks", "periods", "members", "calls", "receive", "since", "front", "parts"),
-        *("taken", "scale"),
+        *("falls", "least", "reserved", "restored", "taken"),
     )
 
     def __init__(self, price: Price) -> None:
         self.price, self.lane, self.overheads = price, price.lane, price.overheads
         self.receive: int = self.overheads.receive
-        self.scale: float = self.overheads.reserve_of_ranks if self.lane.ranks > 1.0 else 1.0
-        self.reserve = self.overheads.reserve * self.scale
+        scale: float = self.overheads.reserve_of_ranks if self.lane.ranks > 1.0 else 1.0
+        self.reserved: float = self.overheads.reserved
+        self.restored: float = self.overheads.reserve * scale
+        self.falls: float = self.overheads.falls * scale
+        self.least: float = self.overheads.least * scale
+        self.reserve = self.restored
         self.prefix, self.capacity = self.lane.shared_prefix, self.lane.cache_tokens
         self.beside, self.block = self.lane.block - 1.0 + self.lane.fixed, 1
-        self.is_closed, self.phases, self.holders = False, list[int](), Counter[int]()
+        self.is_closed, self.phases, self.holders = False, list[int](), dict[int, int]()
         self.used_adapters, self.in_slots = Counter[int](), dict[int, None]()
         self.queue, self.partial, self.loading = deque[Request](), deque[Request](), deque[Request]()
         self.heap, self.order, self.joined = list[tuple[int, int, Request]](), list[Request](), dict[float, int]()
@@ -145,7 +149,8 @@ class Sequences:
         tokens = self._cached_tokens(request)
         self.used -= tokens
         if request.parts:
-            self.holders.subtract([part for part, _ in request.parts])
+            for part, _ in request.parts:
+                self.holders[part] -= 1
             self.used -= sum([size for part, size in request.parts if not self.holders[part]])
         if self.block == 1 or not self._last(request):
             self.grown -= self.block
@@ -230,7 +235,7 @@ class Sequences:
         self.block, lasting = int(self.lane.block), (*self.partial, *self.loading, *started)
         self.phases, self.used = [0] * self.block, sum(map(self._cached_tokens, lasting))
         sizes = dict([part for request in (*lasting, *self.order) for part in request.parts])
-        self.used += sum([size for part, size in sizes.items() if self.holders[part]])
+        self.used += sum([size for part, size in sizes.items() if self.holders.get(part)])
         for request in self.order:
             if request.ticket:
                 self.phases[self._phase(request)] += 1
@@ -246,7 +251,7 @@ class Sequences:
         before = self.preemptions
         while self.used + self.held > self.capacity and self.running + self.others > 1:
             self._preempt()
-        if self.overheads.falls and self.preemptions > before:  # 20: SGLANG_RETRACT_DECODE_STEPS
+        if self.falls and self.preemptions > before:  # 20: SGLANG_RETRACT_DECODE_STEPS
             outputs = sum([each.output for _, ticket, each in self.heap if each.ticket == ticket])
             known = outputs - self.finish + self.running * (self.step + 20.0 - self.lag)
             self.reserve, self.since = min(known / (outputs + 1.0), 1.0), self.step + 1

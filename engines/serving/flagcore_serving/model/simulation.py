@@ -70,7 +70,7 @@ class Simulation(Batches):
                 self.known = self.now
             else:
                 self.now = self.known = self._next_time()
-                self.reserve, self.since = self.overheads.reserve * self.scale, self.step
+                self.reserve, self.since = self.restored, self.step
         outcome.preemptions = self.preemptions
         outcome.duration = max(self.now, *self.free) if self.free else self.now
         return outcome
