@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from flagcore_importers.programs import strip_dashes
 from flagcore_models.gguf import context_length
 from flagcore_models.keys import context_of, format_of_weights, is_mxfp4, section_of
-from flagcore_models.layers import attention_counts, mixer_counts, weights_by_group
+from flagcore_models.layers import attention_counts, latent_layers, mixer_counts, weights_by_group
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.parts.tower import VisionTower
 from flagcore_models.public import GGUF_BITS, find_public
@@ -174,7 +174,8 @@ def quantization(spec: Spec) -> Quantization | None:
 
     Sources: the formats' `quantization_config`, and what vLLM 0.33 and SGLang 0.5.23 require of shards
     (`validate_fp8_block_shape`, `check_marlin_supports_layer`). DeepSeek-V4 has `expert_dtype: fp4` for routed experts
-    of 4 bits with a scale per 32 weights beside FP8 (vLLM `models/deepseek_v4`).
+    of 4 bits with a scale per 32 weights beside FP8 (vLLM `models/deepseek_v4`). Attention of models with experts in
+    NVFP4 has 4 bits if a list does not leave it out, as in nvidia's Qwen3; lists of latent attention leave out parts.
     """
     weights = spec.serve.weights
     if weights is None or (os.path.isfile(weights) and not weights.endswith(".json")):
@@ -184,19 +185,20 @@ def quantization(spec: Spec) -> Quantization | None:
     if not (found := _settings_of(config)):
         return Quantization(block=_GROUP) if public and public[1] == "int4" else None
     sizes = _block_sizes(found)
-    name = format_of_weights(config)
+    name, lists = format_of_weights(config), [found[key] for key in _IGNORED if isinstance(found.get(key), list)]
     is_int4 = name == "int4" and not is_mxfp4(config)
     has_fp4_experts = "fp4" in (config.get("expert_dtype"), found.get("expert_dtype"))
+    ignored = tuple(str(each) for listed in lists for each in listed)
+    wide = _wide_parts(ignored, spec.model.num_layers // 2, "experts.0." if spec.model.num_moe_experts else "")
+    attention = str(found.get("attention_dtype", "")) if public and public[1] == spec.serve.precision else ""
+    stored = public[1] if public else name
+    is_listed = lists and stored == spec.serve.precision == "nvfp4" and not latent_layers(spec.model)
     return Quantization(
         block=max(sizes, default=1),
         bytes=0.5 + 2.0 / sizes[0] if is_int4 and sizes and sizes[0] != _GROUP else None,
-        wide=_wide_parts(
-            tuple(str(each) for key in _IGNORED if isinstance(found.get(key), list) for each in found[key]),
-            spec.model.num_layers // 2,
-            "experts.0." if spec.model.num_moe_experts else "",
-        ),
+        wide=wide,
         experts="mxfp4" if has_fp4_experts and name == spec.serve.precision else "",
-        attention=str(found.get("attention_dtype", "")) if public and public[1] == spec.serve.precision else "",
+        attention=attention or ("nvfp4" if is_listed and ATTENTION not in wide else ""),
     )
 
 
