@@ -217,8 +217,7 @@ def _assumed(task: Task) -> Mapping[str, Any]:
 def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
     """Return candidates with their predictions, and with the memory by component on the stage that needs the most.
 
-    `slo` contains the predicted figures of a server that exceed their limits, in seconds, `nearest_limit` the name of
-    the figure that is closest to its limit.
+    `slo`: the predicted figures of a server that exceed their limits, in seconds. `nearest_limit`: the closest's name.
     """
     task, space, limits = problem.task, problem.space, problem.task.spec.work.slo
     records, known = [], problem.predictions.take(rows)  # of one candidate alone, a search for a load may end elsewhere
