@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -163,17 +164,17 @@ class Seconds(click.FloatRange):
         return number if number == number else self.fail(_("{value} is not a number", value=value), param, ctx)
 
 
-SILENT_S = 2.0
-"""The time in seconds after which a line shows that a command is working."""
+SILENT_S, AGAIN_S = 2.0, 10
+"""The time in seconds after which a line shows that a command is working, and the time between further lines."""
 
 
 @contextmanager
 def patience(text: str) -> Iterator[Callable[[], None]]:
-    """Print `text` to stderr if the block takes more than `SILENT_S` seconds.
+    """Print `text` to stderr if the block takes more than `SILENT_S` seconds, and every `AGAIN_S` with the time passed.
 
-    Yields a function that cancels the line.
+    Yields a function that ends this.
     """
-    timer = threading.Timer(SILENT_S, say, [text + " ..."])
+    timer = _Repeated(SILENT_S, lambda passed_s: say(f"{text} ..." + f" {passed_s} s" * bool(passed_s)))
     timer.daemon = True
     if not is_quiet():
         timer.start()
@@ -181,6 +182,16 @@ def patience(text: str) -> Iterator[Callable[[], None]]:
         yield timer.cancel
     finally:
         timer.cancel()
+
+
+class _Repeated(threading.Timer):
+    """A timer, beside which `predict` may fork, that goes on until it is cancelled. Calls with the seconds passed."""
+
+    def run(self) -> None:
+        for passed_s in itertools.count(0, AGAIN_S):
+            if self.finished.wait(AGAIN_S if passed_s else self.interval):
+                return
+            self.function(passed_s)
 
 
 class Group(click.Group):

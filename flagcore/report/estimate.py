@@ -117,7 +117,7 @@ class Estimate(Notebook):
     - `expected_s`: the time of a step that the recommended candidate is expected to take, and an 80% interval.
     - `expected`: this time, why it differs from the predicted one, and what it means for the whole job, as text.
     - `crowded`: the fastest candidate that leaves no margin of memory, if it is faster than those that do.
-    - `slo` of a candidate: the figures that exceed the latency limits.
+    - `slo` of a candidate: the figures that exceed the latency limits. `nearest_limit`: the one closest to its limit.
     - `unmet`: a message if every candidate exceeds a limit, or if only the baseline fits, or does not.
     - `published`: published runs on the same chip, the nearest to the job first. Runs are predicted once read.
     - `best_mfu`: the highest published MFU on the chip in the job's precision, if known.

@@ -340,7 +340,7 @@ def causes_text(
         text_without_change = N_("A step takes {value} s against the {before} s of {other} ({source}).")
         parts_of = N_("Largest predicted differences: {parts}.")
     figures = {"value": shown(values[1]), "before": shown(values[0]), "change": values[1] / values[0] - 1.0}
-    names = {"unit": heading(objective), "other": other, "source": source}
+    names = {"unit": _(heading(objective)), "other": other, "source": source}
     paragraph = _(text_without_change if has_rounds else text, **figures, **names)
     times = figure_pairs(*(each.parts_s if each else {} for each in predictions))
     predicted_before, predicted_after = (each.step_time_s if each else None for each in predictions)

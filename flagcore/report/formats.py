@@ -27,7 +27,7 @@ WIDTH: ContextVar[int | None] = ContextVar("width", default=None)
 """The maximum width of tables in characters. None means no limit."""
 
 
-WORDS = ("status", "maturity.word", "peak_source", "last")
+WORDS = ("status", "maturity.word", "peak_source", "last", "limit")
 """The keys whose values are translated in tables."""
 
 

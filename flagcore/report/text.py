@@ -288,7 +288,7 @@ def heading(objective: str) -> str:
 
 def objective_text(objective: str, figure: float) -> str:
     """Return the value of an objective with its unit."""
-    return f"{shown(figure)} {heading(objective)}"
+    return f"{shown(figure)} {_(heading(objective))}"
 
 
 def interval_text(record: Mapping[str, Any], objective: str) -> str:
@@ -305,7 +305,7 @@ def figures_text(measured: Measurement, objective: str) -> str:
     """Return rates and latencies in one line, without the objective."""
     figures = nest_statistics(measured.figures)
     rates = [name for name in ("output_tokens_per_s", "requests_per_s") if name != objective and name in figures]
-    parts = [f"{shown(figures[name])} {SHORT_RATES[name]}" for name in rates]
+    parts = [f"{shown(figures[name])} {_(SHORT_RATES[name])}" for name in rates]
     parts += [highest_text(figures[HIGHEST_LOAD], measured.highest)] if HIGHEST_LOAD in figures else []
     for name in ("ttft_s", "tpot_s", "e2e_s"):
         latency = figures.get(name) or {}
@@ -339,7 +339,7 @@ def short_line(measured: Measurement, objective: str) -> str:
     """Return the main metrics of a measurement for a line of progress, with the objective first."""
     figures = [objective_text(objective, objective_value(objective, measured.step_time_s))]
     rate = measured.figures.get("output_tokens_per_s")
-    figures += [f"{shown(rate)} {SHORT_RATES['output_tokens_per_s']}"] if rate and not is_rate(objective) else []
+    figures += [f"{shown(rate)} {_(SHORT_RATES['output_tokens_per_s'])}"] if rate and not is_rate(objective) else []
     for name in ("ttft_s", "tpot_s"):
         median = measured.figures.get(f"{name}.p50")
         figures += [f"{SHORT_LATENCIES[name]} {shown(median)} s"] if median is not None else []
@@ -435,5 +435,5 @@ def gain_text(objective: str, gain: float) -> str:
     if objective not in SERVING:
         return f"{gain:+.1%} tokens/s"
     if is_rate(objective):
-        return f"{gain:+.1%} {heading(objective)}"
+        return f"{gain:+.1%} {_(heading(objective))}"
     return f"{1.0 / (1.0 + gain) - 1.0:+.1%} {heading(objective).removesuffix(' s')}"

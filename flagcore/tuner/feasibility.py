@@ -136,9 +136,10 @@ def unmet_text(problem: Problem) -> str:
     fix = N_("use other hardware, or allow more time")
     if HIGHEST_LOAD not in predictions.figures:
         fix = N_("lower the load (request_rate: auto finds the highest one), use other hardware, or allow more time")
+    text = N_("{name} ~{value:.3g} s of {limit:g} s")
     return _(
         "no candidate is predicted to meet the latency limits; the closest has {figures}: {candidate}; {fix}",
-        figures=", ".join(f"{name} ~{figure:.3g} s of {limits[name]:g} s" for name, figure in figures.items()),
+        figures=", ".join(_(text, name=name, value=value, limit=limits[name]) for name, value in figures.items()),
         candidate=str(problem.set_knobs(problem.space.candidate(row))) or _("engine defaults"),
         fix=_(fix),
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from flagcore.i18n import choose, columns
+from flagcore.report.text import objective_text
 from tests.cli.conftest import Flag, Project
 
 CHINESE = re.compile("[\u4e00-\u9fff]")
@@ -37,6 +38,11 @@ def test_tables_are_chinese_and_aligned(flag: Flag, project: Project) -> None:
     for line in (heading, *rows):
         narrow_output = "".join(letter + "\0" * (columns(letter) - 1) for letter in line)
         assert all(narrow_output[end : end + 2].strip() == "" for end in column_ends)
+
+
+def test_units_of_rates_are_chinese() -> None:
+    choose("zh")
+    assert objective_text("output_tokens_per_s", 12.0).startswith("12 输出")
 
 
 def test_data_formats_are_english(flag: Flag, project: Project) -> None:

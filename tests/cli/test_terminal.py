@@ -67,11 +67,27 @@ def test_a_line_shows_that_a_long_plan_is_working(
     on_terminal: Callable[..., str], flag: Flag, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(options, "SILENT_S", 0.0)
+    monkeypatch.setattr(options, "AGAIN_S", 1000)
     line = "predicting the candidates ..."
     assert line in on_terminal("estimate", project.spec())
     planned = flag("estimate", project.spec(), "--json")
     assert planned.err.count(line) == 1
     assert json.loads(planned.out)
+
+
+def test_a_long_plan_says_again_that_it_is_working(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, enough = list[str](), threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        if len(said) == 3:
+            enough.set()
+
+    for name, value in (("SILENT_S", 0.0), ("AGAIN_S", 0.125), ("say", say)):
+        monkeypatch.setattr(options, name, value)
+    with options.patience("works"):
+        assert enough.wait(60.0)
+    assert said[:3] == ["works ...", "works ... 0.125 s", "works ... 0.25 s"]
 
 
 @pytest.mark.slow

@@ -189,6 +189,12 @@ class Megatron(Engine):
         lines = [*checks.spec_warnings(task.spec), *mesh_notes(task), *cut_warnings(task.spec.train)]
         if task.spec.model.experts and options.is_natural(task.spec, options.settings_in_force(task.spec)) is None:
             lines.append(_("experts are predicted with equal loads: real data takes longer (moe_expert_imbalance)"))
+        chips = [each.chip for each in task.cluster.groups if not each.chip.architecture.startswith(production.WITH_TE)]
+        if chips and task.spec.train.implementation == production.IMPLEMENTATION and task.spec.train.assumed:
+            text = N_(
+                "layers are predicted as Transformer Engine's: what those of {chip}'s own software keep is not known"
+            )
+            lines.append(_(text, chip=chips[0].name))
         checks.check_variables(task)
         attention, length = attention_counts(task.spec.model), task.spec.train.seq_length
         narrow = [each for each in attention if each.window and each.window < length]

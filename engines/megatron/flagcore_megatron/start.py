@@ -171,6 +171,9 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
         meshes = hetero.mixed(platform, candidate.as_dict()) if values.get(MESHES) else None
         task = platform.task if meshes else on_groups(platform.task, candidate)
         launch = reference_launch(replace(task, spec=spec), values, folder, meshes)
+        if modules := platform.support.preload:
+            first = f"import {', '.join(modules)} as the first modules of the program"
+            launch = replace(launch, missing=f"{launch.missing}; {first}")
         if platform.support.device_type == "cpu":  # megatron/training/initialize.py of 0.12 to 0.19
             launch = replace(launch, missing=f"{launch.missing}; Megatron-LM starts on accelerators only")
         return launch

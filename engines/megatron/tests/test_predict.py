@@ -354,3 +354,15 @@ def test_layers_that_attend_to_pieces_attend_to_all_tokens() -> None:
     jobs = [tasks.task(each, seq_length=4096, implementation="transformer_engine") for each in models]
     assert training(jobs[0]).model == training(jobs[1]).model
     assert [any("pieces" in each for each in ENGINE.warnings(job)) for job in jobs] == [True, False]
+
+
+@pytest.mark.parametrize(("architecture", "said"), [("sm_90", False), ("gfx950", False), ("", True)])
+def test_layers_of_other_software_are_said_to_be_predicted_as_transformer_engines(
+    architecture: str, said: bool
+) -> None:
+    job = tasks.task(implementation="transformer_engine", assumed={"overlap_grad_reduce": True})
+    group = dataclasses.replace(
+        job.cluster.groups[0], chip=dataclasses.replace(job.cluster.groups[0].chip, architecture=architecture)
+    )
+    job = dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, groups=(group,)))
+    assert any("Transformer Engine" in line for line in ENGINE.warnings(job)) == said

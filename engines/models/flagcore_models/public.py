@@ -54,6 +54,10 @@ def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
     for date, (family, tokens) in _NAMES["contexts"].items():
         if f"-{date}" in lower and stem.startswith(family):
             config["max_position_embeddings"] = tokens
+            break
+    else:
+        values = (each["keys"] for each in _NAMES["values"] if found in each["models"])
+        config = next(values, {}) | config
     if found.lower() == name.lower() or weights is None:
         return config, format_of_weights(config)
     config.pop("quantization_config", None)

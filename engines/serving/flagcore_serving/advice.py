@@ -10,6 +10,7 @@ from flagcore_models.public import find_public
 
 from flagcore.domain.metrics import MIN_REQUESTS, RATES
 from flagcore.domain.spec import AUTO, Spec
+from flagcore.i18n import _
 from flagcore_serving.job import lengths_are_equal
 from flagcore_serving.load.traffic import in_flight
 from flagcore_serving.model.speculation import USUAL
@@ -78,14 +79,18 @@ def _of_loads(spec: Spec, program: Program) -> Iterator[str]:
     loads = spec.serve.loads
     has_waves = not overheads_of(program.overheads, program.version(spec)).mixes
     if has_waves and any(in_flight(load).concurrency and lengths_are_equal(load) for load in loads):
-        waves = "requests that start together end together, which few real loads do"
-        yield f"all lengths are equal, so in {program.title} {waves}; set serve.profile.range_spread, such as 0.5"
+        yield _(
+            "all lengths are equal, so in {engine} requests that start together end together, which few real loads do; "
+            "set serve.profile.range_spread, such as 0.5",
+            engine=program.title,
+        )
     is_open = all(in_flight(load).concurrency is None and load.request_rate != math.inf for load in loads)
     if is_open and spec.serve.highest is None and spec.objective in FIXED_RATES:
-        fix = (
-            "set auto_tuner.objective to a latency such as tpot_s.p99, or serve.profile.request_rate: auto with an SLO"
+        yield _(
+            "the load determines {objective}: candidates differ only if they cannot keep up; set auto_tuner.objective "
+            "to a latency such as tpot_s.p99, or serve.profile.request_rate: auto with an SLO",
+            objective=spec.objective,
         )
-        yield f"the load determines {spec.objective}: candidates differ only if they cannot keep up; {fix}"
 
 
 def _of_adapters(spec: Spec, program: Program) -> Iterator[str]:

@@ -180,14 +180,15 @@ class ServingEngine(EngineProfile):
         """Return the engine's overheads for a task.
 
         `on_host`: whether the CPU that schedules also computes. Small kernels then have no launch overhead. `on_chip`:
-        overheads that differ on the chip; a build has its own, but for `compared`. Raises SpecError for an unknown name
-        of these.
+        overheads that differ on the chip, of which None is the default of `Overheads`; a build has its own, but for
+        `compared`. Raises SpecError for an unknown name of these.
         """
         serve, releases = task.spec.serve, self.program.overheads
-        on_chip = on_chip or {}
-        if unknown := sorted(on_chip.keys() - {each.name for each in fields(Overheads)}):
+        known = {each.name: each.default for each in fields(Overheads)}
+        if unknown := sorted((on_chip := on_chip or {}).keys() - known):
             problem = f"is not an overhead of {self.program.title}"
             raise SpecError(file="quirks.yaml", key=f"overheads.values.{unknown[0]}", problem=problem)
+        on_chip = {name: known[name] if value is None else value for name, value in on_chip.items()}
         if build_of(releases, serve.engine_version):
             on_chip = {name: value for name, value in on_chip.items() if name == "compared"}
         overheads = replace(overheads_of(releases, serve.engine_version), **on_chip)

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 COLUMNS = {
     "devices": "devices",
-    "safe devices": "safe_devices",
+    N_("safe devices"): "safe_devices",
     "chip": "chip",
-    "replicas": "replicas",
-    "devices each": "devices_per_replica",
-    "~req/s each": "rate",
-    "~in flight": "in_flight",
+    N_("replicas"): "replicas",
+    N_("devices each"): "devices_per_replica",
+    N_("~req/s each"): "rate",
+    N_("~in flight"): "in_flight",
     "~TTFT p50 s": "ttft_s",
     "~TTFT p99 s": "ttft_p99_s",
     "~TPOT p50 s": "tpot_s",
-    "cost/h": "cost_per_hour",
-    "cost/M tokens": "cost_per_million_tokens",
+    N_("cost/h"): "cost_per_hour",
+    N_("cost/M tokens"): "cost_per_million_tokens",
     "configuration": "configuration",
 }
 """The columns of the table: headings, and fields of `Size`."""
@@ -39,7 +39,7 @@ REPLICA = "runs/replica"
 """The folder of the run that confirms a replica."""
 HIGHEST = ("--rate", "auto")
 """The option of a search for the highest rate within the limits."""
-HOURS = {"hour": "hour", "requests": "requests", "peak req/s": "rate", "replicas": "replicas"}
+HOURS = {N_("hour"): "hour", "requests": "requests", N_("peak req/s"): "rate", "replicas": "replicas"}
 
 
 def _chips(texts: Iterable[str]) -> dict[str, float | None]:
@@ -163,6 +163,9 @@ def size_command(
 
 def _explain(found: Sizing, run: Path | None) -> None:
     """Print what the best size is, the replicas by hour, and how to confirm one replica."""
+    from flagcore.domain.metrics import flat_statistics
+    from flagcore.report.text import nearest_limit
+
     best = found.best
     values = {"chip": best.chip, "devices": best.devices, "rate": found.rate, "configuration": best.configuration}
     text = ngettext(
@@ -172,6 +175,8 @@ def _explain(found: Sizing, run: Path | None) -> None:
         **values,
     )
     options.show("\n" + text)
+    if nearest := nearest_limit(flat_statistics(best.limited), flat_statistics(found.slo)):
+        options.show(_("Nearest limit") + f": {nearest[0]}")
     options.say(_("Predicted {load} (serve.profile, serve.slo).", load=found.assumed))
     if best.safe_devices > best.devices:
         text = N_("At the low end of the 80% interval of each replica's rate: {devices} devices.")

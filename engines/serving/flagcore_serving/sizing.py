@@ -65,7 +65,7 @@ class Size:
     - `rate`: requests per second that one replica serves within the limits. `low_rate`: the low end of its interval.
     - `in_flight`: the mean number of requests that a replica holds at this rate: rate x latency (Little's law).
     - `ttft_s`, `tpot_s`: medians at this rate. `ttft_p99_s`: the 99th percentile. `limited`: the statistics that have
-      limits, by latency.
+      limits, by latency. `nearest_limit`: the one closest to its limit.
     - `load`: the keys of the spec, with values, for which an estimate of this candidate has these figures.
     - `cost_per_hour`, `cost_per_million_tokens`: of all devices, per million output tokens, if the chip has a price.
     """
@@ -83,6 +83,7 @@ class Size:
     ttft_p99_s: float
     tpot_s: float
     limited: Mapping[str, Mapping[str, float]]
+    nearest_limit: str
     candidate: Mapping[str, KnobValue]
     load: Mapping[str, float | str]
     configuration: str
@@ -247,6 +248,7 @@ def _of_figures(spec: LoadedSpec, rate: float, figures: Mapping[str, Any], low: 
     per_replica, price = float(figures[HIGHEST_LOAD]), _section(spec.data, "cluster").get("price_per_device_hour")
     slo = _section(_section(spec.data, "serve"), "slo")
     replicas, devices = _replicas(rate, per_replica), replica["devices_per_replica"]
+    shares = {f"{name}.{each}": figures[name][each] / slo[name][each] for name in slo for each in slo[name]}
     cost = None if price is None else price * devices * replicas
     output = figures["output_tokens_per_s"] / figures["requests_per_s"] if figures.get("requests_per_s") else 0.0
     return Size(
@@ -261,6 +263,7 @@ def _of_figures(spec: LoadedSpec, rate: float, figures: Mapping[str, Any], low: 
         ttft_p99_s=figures["ttft_s"]["p99"],
         tpot_s=figures["tpot_s"]["p50"],
         limited={name: {each: figures[name][each] for each in bounds} for name, bounds in slo.items()},
+        nearest_limit=max(shares, key=lambda each: shares[each], default=""),
         cost_per_hour=cost,
         cost_per_million_tokens=cost / HOUR / (rate * output) * 1e6 if cost is not None and output else None,
     )

@@ -71,6 +71,8 @@ def test_the_best_size_is_the_cheapest_of_all_that_are_predicted_without_idle_de
     for each in found.sizes:
         assert each.devices == each.replicas * each.devices_per_replica <= each.safe_devices
         assert each.rate * each.replicas >= found.rate > each.rate * (each.replicas - 1)
+        shares = {"ttft_s.p99": each.ttft_p99_s, "tpot_s.p99": each.limited["tpot_s"]["p99"] / 0.05}
+        assert shares[each.nearest_limit] == max(shares.values()) <= 1.0
 
 
 def estimated(spec: LoadedSpec, size: Size) -> Mapping[str, Any]:

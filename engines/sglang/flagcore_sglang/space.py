@@ -179,8 +179,11 @@ def _prompt_graph_mib(task: Task, columns: Columns) -> FloatArray:
 
 
 def _is_aiter(task: Task, columns: Columns) -> BoolArray:
-    """Return which candidates have the attention backend of AMD's chips, which is their default."""
-    is_default = task.cluster.groups[0].chip.architecture.startswith("gfx9")
+    """Return which candidates have the attention backend of AMD's chips, which is their default.
+
+    Compressed attention has a backend of its own (0.5.23 `deepseek_v4_backend_hip_radix.py`).
+    """
+    is_default = task.cluster.groups[0].chip.architecture.startswith("gfx9") and not _is_compressed(task)
     given = columns[BACKEND]
     return np.asarray((given == PROGRAM.code(BACKEND, "aiter")) | ((given == 0) & is_default))
 
@@ -227,16 +230,18 @@ def _workspace(task: Task, columns: Columns, share: FloatArray, element: FloatAr
     """Return the bytes on a device beside weights, cache and usual graphs: of attention ranks' graphs, and of `aiter`.
 
     The latter are partial results in fp32: one for each sequence, query head and 256 tokens of the context. Unless set,
-    sequences are 512 for each longest context in the cache, 2,048 to 4,096. Latent attention has none. Sources: sglang
-    0.5.23 `aiter_backend.py` (`workspace_buffer`), `pool_configurator.py`; 51.75 GB in sgl-project/sglang pull request
-    18263; for graphs, `runner/base_cuda_graph_runner.py` (get_batch_sizes_to_capture).
+    sequences are 512 for each longest context in the cache, 2,048 to 4,096. Latent attention and windows with a part of
+    the cache have none. Sources: sglang 0.5.23 `aiter_backend.py` (`workspace_buffer`), `pool_configurator.py`; 51.75
+    GB in sgl-project/sglang pull request 18263; for graphs, `runner/base_cuda_graph_runner.py`
+    (get_batch_sizes_to_capture).
     """
     model, tensor, is_aiter = task.spec.model, columns[TP].clip(1), _is_aiter(task, columns)
     usual = GRAPH_BYTES * model.num_layers / columns[PP].clip(1)
     has_graphs = (columns[DP] > 1) & (columns[DP] <= GRAPH_RANKS) & (not Hardware.of(task).on_cores)
     captured = {**columns, RUNNING: -(-columns[RUNNING] // columns[DP].clip(1))}  # at most the requests of a rank
     graphs = np.where(has_graphs, np.maximum(graph_mib(task, captured) * 2.0**20 - usual, 0.0), 0.0)
-    if latent_layers(model) or not is_aiter.any():
+    has_windows = pools.window_share(model.family, task.spec.serve.engine_args) > 0.0
+    if latent_layers(model) or has_windows or not is_aiter.any():
         return graphs
     context = _contexts(task, columns).astype(np.float64)
     free = share * Hardware.of(task).memory_bytes - weight_bytes(task) / (tensor * columns[PP].clip(1))

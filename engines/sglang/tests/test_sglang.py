@@ -307,6 +307,18 @@ def test_the_attention_backend_of_amd_lowers_the_share_and_has_a_workspace() -> 
     assert plain.workspace_bytes.item() == 0.0
     heads, width = task.spec.model.num_attention_heads, task.spec.model.kv_channels or 0
     assert aiter.workspace_bytes.item() == 2048 * heads * 160 * (4 * width + 8)  # 40,960 tokens in parts of 256
+    windows = cards(**{**given, "weights": "hf"}, model=public_model("openai/gpt-oss-20b"))
+    assert settings(windows, attention_backend="aiter").workspace_bytes.item() == 0.0
+
+
+def test_compressed_attention_on_amd_has_a_backend_of_its_own() -> None:
+    found = []
+    for architecture in ("gfx950", "sm_100"):
+        chip = {"architecture": architecture}
+        found.append(settings(cards(model=public_model("deepseek-ai/DeepSeek-V4-Flash"), chip=chip)))
+    amd, other = found
+    assert amd.workspace_bytes.item() == other.workspace_bytes.item() == 0.0
+    assert amd.memory_fraction.item() == other.memory_fraction.item()
 
 
 def test_a_pool_smaller_than_the_context_limits_requests_but_starts() -> None:

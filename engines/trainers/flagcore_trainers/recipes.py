@@ -326,9 +326,9 @@ def _fewest(read: Reading) -> int:
 
 
 def on_fsdp(read: Reading, replicas: int) -> Part:
-    """Return the part of a job on FSDP2, or of one on a single device."""
+    """Return the part of a job on FSDP2, or of one on a single device, which says nothing of replicas on more."""
     groups = math.gcd(read.size("replicate"), replicas)
-    baseline: dict[str, Any] = {fs.REPLICATE: groups, fs.SHARD: replicas // groups}
+    baseline: dict[str, Any] = {fs.REPLICATE: groups, fs.SHARD: replicas // groups} if replicas > 1 else {}
     baseline |= {name: size for name in SIZES if (size := read.size(name)) > 1}
     checkpoints = "selective" if "selective" in read.values("checkpointing") else "full"
     baseline[fs.AC] = checkpoints if read.has_checkpoints() else "none"

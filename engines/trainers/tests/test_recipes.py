@@ -12,6 +12,7 @@ from flagcore_importers.reader import convert
 from flagcore_trainers.importing import STEPS
 from flagcore_training import frameworks
 
+from flagcore import estimate
 from flagcore.api.inputs import open_spec
 from flagcore.domain.space import Candidate
 from flagcore.errors import FlagError, LaunchError, SpecError, UsageError
@@ -79,7 +80,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any],
             "lengths": {"mean": 2048.0, "batching": "packed"},
             "adapter": {"kind": "qlora", "rank": 16, "targets": ["q_proj", "v_proj"], "base": "nf4"},
         },
-        {"data_parallel_shard_size": 1, "activation_checkpointing": "full", "micro_batch_size": 2},
+        {"activation_checkpointing": "full", "micro_batch_size": 2},
         "command",
     ),
     "version 1 of LLaMA-Factory": (
@@ -242,6 +243,15 @@ def test_axolotl_casts_experts_beside_quantized_layers(further: str, is_cast: bo
     (folder / "job.sh").write_text("CUDA_VISIBLE_DEVICES=0,1 axolotl train axolotl.yaml\n")
     found = read_command(None, ["job.sh"], chip="H100-SXM").data["train"]["adapter"]
     assert found.get("fp32_experts", False) == is_cast
+
+
+def test_a_job_on_one_device_is_planned_for_more(folder: Path) -> None:
+    (folder / "own.yaml").write_text(FACTORY)
+    data = read_command(None, ["own.yaml"], chip="A100-80GB").data
+    data["cluster"]["devices_per_node"] = 4
+    plan = estimate(data, top=1)
+    assert plan.devices == 4
+    assert plan.baseline["candidate"]["data_parallel_shard_size"] == 4
 
 
 @pytest.mark.parametrize(

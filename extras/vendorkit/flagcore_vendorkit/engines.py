@@ -195,9 +195,12 @@ class Report(Quirk):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOverheads(Quirk):
-    """Overheads of a server that differ on a chip: fields of `Overheads` of `flagcore_serving/model/work.py`."""
+    """Overheads of a server that differ on a chip: fields of `Overheads` of `flagcore_serving/model/work.py`.
 
-    values: Mapping[str, float | bool | Mapping[str, float]]
+    None is the default of the field.
+    """
+
+    values: Mapping[str, float | bool | Mapping[str, float] | None]
 
 
 @dataclass(frozen=True, kw_only=True)

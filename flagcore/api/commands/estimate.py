@@ -223,7 +223,7 @@ def _assumed(task: Task) -> Mapping[str, Any]:
 def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
     """Return candidates with their predictions, and with the memory by component on the stage that needs the most.
 
-    `slo` contains the predicted figures of a server that exceed their limits, in seconds.
+    `slo`: the predicted figures of a server that exceed their limits, in seconds. `nearest_limit`: the closest's name.
     """
     task, space, limits = problem.task, problem.space, problem.task.spec.work.slo
     records, known = [], problem.predictions.take(rows)  # of one candidate alone, a search for a load may end elsewhere
@@ -234,7 +234,8 @@ def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
             more["assumed"] = problem.engine.plans.assumed(task, candidate)
         if limits:
             figures = {name: found.figures.get(name, 0.0) for name in limits}
-            more = {"slo": {name: figure for name, figure in figures.items() if figure > limits[name]}, **more}
+            more |= {"slo": {name: figure for name, figure in figures.items() if figure > limits[name]}}
+            more["nearest_limit"] = max(limits, key=lambda name: figures[name] / limits[name])
         records.append({"candidate": candidate.as_dict(), **prediction_record(found), **more})
     return records
 

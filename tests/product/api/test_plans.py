@@ -445,4 +445,6 @@ def test_the_fastest_is_recommended_also_if_it_is_the_baseline_beside_the_space_
     fast, slow = api.estimate({**data, "auto_tuner": tuner}, top=2).candidates
     assert (fast["recommended"], fast["candidate"]["max_num_seqs"], "last" in fast) == (True, 16, False)
     data["serve"] = work | {"slo": {"tpot_s": {"p50": slow["tpot_s"]["p50"]}}}
-    assert api.estimate({**data, "auto_tuner": tuner}, top=1).recommended["candidate"]["max_num_seqs"] != 16
+    data["serve"]["slo"]["ttft_s"] = {"p99": 1000.0}
+    limited = api.estimate({**data, "auto_tuner": tuner}, top=1).recommended
+    assert (limited["candidate"]["max_num_seqs"] != 16, limited["nearest_limit"]) == (True, "tpot_s.p50")

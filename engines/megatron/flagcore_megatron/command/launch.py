@@ -30,7 +30,7 @@ from flagcore.domain.secrets import is_secret, redact_arguments, redact_data
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import SLOTS, Spec, Task
 from flagcore.errors import LaunchError
-from flagcore.spec.plain_data import package_yaml
+from flagcore_megatron.command.beside_sizes import REFERENCE, arguments_beside_sizes, flag_of
 from flagcore_megatron.command.changes import (
     RENDEZVOUS_OPTIONS,
     Change,
@@ -258,10 +258,6 @@ def _word_count(argument: Argument) -> int:
     return argument.end - argument.position
 
 
-REFERENCE: Mapping[str, Any] = package_yaml(__package__, "reference.yaml")
-"""The arguments of a job without a command."""
-
-
 def reference_launch(task: Task, values: Mapping[str, KnobValue], folder: str, mixed: Mixed | None = None) -> Launch:
     """Return the launch of `pretrain_gpt.py` with the arguments of the model, the precision and the candidate.
 
@@ -278,12 +274,14 @@ def reference_launch(task: Task, values: Mapping[str, KnobValue], folder: str, m
         rows = (each for each in REFERENCE["hybrids"] if in_versions(each["versions"], train.engine_version))
         program, modules = next((each["program"], ["--spec", *each["spec"].split()]) for each in rows)
     argv = ["torchrun", *rendezvous, f"--nproc-per-node={group.devices_per_node}", program]
-    argv += [*model_arguments(spec.model), *modules]
+    own, lacks = arguments_beside_sizes(spec.model, train.engine_version)
+    argv += [*model_arguments(spec.model), *own, *modules]
     argv += ["--max-position-embeddings", str(train.seq_length), *REFERENCE["precisions"][train.precision]]
     argv += ["--transformer-impl", train.implementation] if train.implementation else []
     argv += flags(values if mixed is None else _values_of_job(values, mixed), spec, None)
     argv += mixed.words if mixed is not None else ()
-    return Launch(argv=tuple(argv), folder=folder, missing=REFERENCE["missing"], sample=tuple(REFERENCE["sample"]))
+    missing = "; ".join(filter(None, (REFERENCE["missing"], lacks)))
+    return Launch(argv=tuple(argv), folder=folder, missing=missing, sample=tuple(REFERENCE["sample"]))
 
 
 def model_arguments(model: Model) -> list[str]:
@@ -298,8 +296,8 @@ def model_arguments(model: Model) -> list[str]:
     if model.num_query_groups != model.num_attention_heads and not is_latent:
         sizes["num_query_groups"] = model.num_query_groups
         switches.append("group_query_attention")
-    words = [word for name, size in sizes.items() if size for word in (_flag(name), str(size))]
-    return [*words, *_arguments_of_layers(model), *REFERENCE["fixed"], *map(_flag, switches)]
+    words = [word for name, size in sizes.items() if size for word in (flag_of(name), str(size))]
+    return [*words, *_arguments_of_layers(model), *REFERENCE["fixed"], *map(flag_of, switches)]
 
 
 def _arguments_of_layers(model: Model) -> list[str]:
@@ -320,11 +318,7 @@ def _arguments_of_layers(model: Model) -> list[str]:
     if window := max((each.window or 0 for each in attention_counts(model) if not each.pieces), default=0):
         windows = [int(isinstance(each.mixer, Attention) and each.mixer.window is not None) for each in model.layers]
         sizes |= {"window_size": f"{window - 1},0", "window_attn_skip_freq": windows}
-    return [word for name, size in sizes.items() for word in (_flag(name), str(size).replace(" ", ""))]
-
-
-def _flag(name: str) -> str:
-    return f"--{REFERENCE['spellings'].get(name, name).replace('_', '-')}"
+    return [word for name, size in sizes.items() for word in (flag_of(name), str(size).replace(" ", ""))]
 
 
 MBS, DP, USES = "micro_batch_size", "data_parallel_size", "use_recompute"

@@ -46,6 +46,8 @@ from flagcore_megatron.space.stages import (
 )
 
 IMPLEMENTATION = "transformer_engine"
+WITH_TE = ("sm_", "gfx")
+"""The beginnings of architectures for which Transformer Engine itself is built. Others have layers with its names."""
 NARROW = ("fp8", "mxfp8", "nvfp4", "mxfp4")
 """Precisions below 16 bits."""
 

@@ -80,6 +80,12 @@ def test_megatron_lm_starts_on_accelerators_only(tmp_path: Path, device: str, sa
     assert ("accelerators" in ENGINE.launch(platform, PLAIN, str(tmp_path), for_real=True).missing) == said
 
 
+def test_modules_of_the_vendor_that_the_program_must_import_are_named(tmp_path: Path) -> None:
+    support = EngineSupport(support=Support.YES, device_type="npu", preload=("torch_acme", "acme.adaptor"))
+    found = ENGINE.launch(tasks.platform(tasks.task(), support=support), PLAIN, str(tmp_path), for_real=True)
+    assert "torch_acme, acme.adaptor" in found.missing
+
+
 def test_the_trial_program_gets_its_job_as_a_file(tmp_path: Path) -> None:
     planned = ENGINE.launch(tasks.platform(tasks.task()), PLAIN, str(tmp_path))
     assert planned.argv[-1] == str(tmp_path / "job.json")

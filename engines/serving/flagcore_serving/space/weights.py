@@ -22,7 +22,7 @@ from flagcore_models.keys import (
     is_mxfp4,
     section_of,
 )
-from flagcore_models.layers import attention_counts, mixer_counts, weights_by_group
+from flagcore_models.layers import attention_counts, latent_layers, mixer_counts, weights_by_group
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.parts.tower import VisionTower
 from flagcore_models.public import GGUF_BITS, PUBLISHERS, find_public
@@ -190,6 +190,8 @@ def quantization(spec: Spec) -> Quantization | None:
     Sources: the formats' `quantization_config`, and what vLLM 0.33 and SGLang 0.5.23 require of shards
     (`validate_fp8_block_shape`, `check_marlin_supports_layer`). DeepSeek-V4 has `expert_dtype: fp4` for routed experts
     of 4 bits with a scale per 32 weights beside FP8 (vLLM `models/deepseek_v4`), which the precision mxfp4 means, too.
+    Attention of models with experts in NVFP4 has 4 bits if a list does not leave it out, as in nvidia's Qwen3; lists of
+    latent attention leave out parts.
     """
     weights, precision = spec.serve.weights, spec.serve.precision
     if weights is not None and os.path.isfile(weights) and not weights.endswith(".json"):
@@ -200,22 +202,25 @@ def quantization(spec: Spec) -> Quantization | None:
         return Quantization(block=_GROUP) if weights and public and public[1] == "int4" else None
     sizes = _block_sizes(found)
     name, algorithms = format_of_weights(config), algorithms_of(found)
+    lists = [found[key] for key in _IGNORED if isinstance(found.get(key), list)]
+    ignored = tuple(str(each) for listed in lists for each in listed)
+    wide = _wide_parts(ignored, spec.model.num_layers // 2, "experts.0." if spec.model.num_moe_experts else "")
+    stored = public[1] if public else name
+    is_listed = lists and stored == precision == "nvfp4" and not latent_layers(spec.model)
+    listed_attention = "nvfp4" if is_listed and ATTENTION not in wide else ""
     has_narrow_head = algorithms.get("lm_head") in NVFP4
     has_fp8_attention = any("attn" in layer and each == "FP8" for layer, each in algorithms.items())
     is_own = public is None or public[1] == precision
     is_int4 = name == "int4" and not is_mxfp4(config)
     has_fp4_experts = "fp4" in (config.get("expert_dtype"), found.get("expert_dtype"))
     has_fp4_experts &= precision == "mxfp4" or (name == precision and weights is not None)
+    attention = str(found.get("attention_dtype", "fp8" if has_fp8_attention else "")) if is_own else ""
     return Quantization(
         block=max(sizes, default=1) if weights else 1,
         bytes=0.5 + 2.0 / sizes[0] if is_int4 and sizes and sizes[0] != _GROUP else None,
-        wide=_wide_parts(
-            tuple(str(each) for key in _IGNORED if isinstance(found.get(key), list) for each in found[key]),
-            spec.model.num_layers // 2,
-            "experts.0." if spec.model.num_moe_experts else "",
-        ),
+        wide=wide,
         experts="mxfp4" if has_fp4_experts else "",
-        attention=str(found.get("attention_dtype", "fp8" if has_fp8_attention else "")) if is_own else "",
+        attention=attention or listed_attention,
         head=str(found.get("head_dtype", "nvfp4" if has_narrow_head else "")) if is_own else "",
         others=str(name) if has_fp4_experts and name != precision else "",
         weights_only=is_own and NVFP4_WEIGHTS in algorithms.values(),

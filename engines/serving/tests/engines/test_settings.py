@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
+from flagcore_models.public import find_public
 from flagcore_serving import bounds
 from flagcore_serving.space.weights import ATTENTION, DENSE, SHARED, Quantization, context_limit, quantization
 
@@ -193,6 +194,7 @@ def test_the_scales_and_the_wide_parts_of_a_checkpoint_are_read(
     [
         ("moonshotai/Kimi-K2-Thinking", 262144, Quantization(block=32, bytes=0.5625, wide={ATTENTION, DENSE, SHARED})),
         ("Qwen/Qwen3-30B-A3B-Thinking-2507", 262144, None),
+        ("nvidia/Qwen3-30B-A3B-NVFP4", 40960, Quantization(attention="nvfp4")),
         ("mistralai/Ministral-3-8B-Instruct-2512", 262144, Quantization()),
         ("mistralai/Ministral-3-8B-Reasoning-2512", 262144, None),
     ],
@@ -200,7 +202,8 @@ def test_the_scales_and_the_wide_parts_of_a_checkpoint_are_read(
 def test_a_public_name_has_the_context_and_the_format_of_its_checkpoint(
     name: str, context: int, weights: Quantization | None
 ) -> None:
-    spec = planned("vllm", weights=name, model=replace(MODEL, num_moe_experts=8)).spec
+    form = (find_public(name) or ({}, None))[1]
+    spec = planned("vllm", weights=name, model=replace(MODEL, num_moe_experts=8), precision=form or "bf16").spec
     assert context_limit(spec) == context
     assert quantization(spec) == weights
 

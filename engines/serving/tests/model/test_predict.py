@@ -364,6 +364,7 @@ def test_releases_have_different_overheads() -> None:
     bare = copy(VLLM)
     bare.program, bare.host_times = replace(VLLM.program, overheads={}), None
     assert overheads_of({}, "0.5.9") == bare.overheads_for(task(), on_host=True) == UNFITTED
+    assert VLLM.overheads_for(task(), on_chip={"outside": None}).outside == UNFITTED.outside
 
 
 def test_whole_prompts_in_iterations_of_their_own_do_not_delay_answers() -> None:

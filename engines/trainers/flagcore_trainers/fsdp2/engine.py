@@ -26,7 +26,7 @@ from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Launch, Start
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, KnobValue, Merge, Rule
+from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, IntArray, KnobValue, Merge, Rule
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.domain.trial import Measurement
 from flagcore.errors import LaunchError, SpecError
@@ -245,6 +245,14 @@ class Fsdp2(Engine):
         found = {name: values for name, values in found.items() if task.spec.space.get(name, AUTO) == AUTO}
         knobs = [knob for knob in self.knobs if knob.searchable]
         return tuple(knob.axis(found.get(knob.name) or task.listed_values(knob, AUTO)) for knob in knobs)
+
+    def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
+        """Encode one candidate. Without a number of replicas that share weights, devices without another part do."""
+        if fs.SHARD not in values:
+            sizes = (values.get(name) for name in (fs.REPLICATE, fs.TP, fs.CP, fs.PP))
+            parts = math.prod(each for each in sizes if isinstance(each, int) and each > 0)
+            values = {**values, fs.SHARD: max(task.cluster.devices // parts, 1)}
+        return super().columns(task, values)
 
     def _own_values(self, task: Task) -> dict[str, KnobValue]:
         """Return the values of a framework's command, which a spec keeps for the real job."""

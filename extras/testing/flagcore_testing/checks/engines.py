@@ -89,7 +89,7 @@ def rules_of_engines_are_complete_and_known(engine: str, rule: ValueRule) -> Pro
 @check("if the engine cannot run at all, return Support.IMPOSSIBLE with a reason", hook="check_task")
 def refused_values_leave_candidates(plugin: Subject) -> Problems:
     _rules(plugin)
-    for chip, engine, advice in (each for each in plugin.advice if each[1] == "megatron" and each[2].rules):
+    for chip, engine, advice in (each for each in plugin.advice if each[2].rules):
         refusals = [rule for rule in advice.rules if isinstance(rule, RefusedValues)]
         for axis in find_engine(engine).axes(task_on(chip, engine)):
             refused_values = {value for rule in refusals if rule.knob == axis.knob for value in rule.values}
@@ -298,7 +298,7 @@ def _knobs(plugin: Subject) -> Items:
     found: list[tuple[str, str, Knob, set[str]]] = []
     for chip, engine in plugin.pairs():
         knobs = plugin.loaded.knobs(chip, engine)
-        axes = find_engine(engine).axes(task_on(chip)) if knobs and engine == "megatron" else ()
+        axes = find_engine(engine).axes(task_on(chip, engine)) if knobs else ()
         names = {axis.knob for axis in axes}
         found += [(f"flagcore_knobs: {knob.name} of {engine}", engine, knob, names) for knob in knobs]
     return need(found, "the plugin adds no knobs")
