@@ -139,6 +139,7 @@ CONVERTED = """\
 If a source prints only a rate, we convert it to a step time. *From model flops* uses Megatron-LM's FLOP count per step
 without recomputation, as `flag estimate` does. *From hardware flops* uses the count of Narayanan et al. 2021
 (arXiv 2104.04473, equation 3), which includes recomputation of all layers: these runs are predicted with it.
+Settings that a source's pages and recipes state, but its records omit, are in `benchmarks/corrections.yaml`.
 """
 
 

@@ -5,9 +5,13 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
+
+import yaml
+
+CORRECTIONS = Path(__file__).with_name("corrections.yaml")
 
 Pair = tuple[float | None, float]
 """Predicted (None if unknown) and measured cost."""
@@ -25,6 +29,9 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     records = [record for line in lines if line.strip() and (record := json.loads(line)).get("measured")]
     for train in (record["train"] for record in records if record["source"] in FLASH):
         train["notes"] = "; ".join(filter(None, (train.get("notes"), "attention_backend=flash")))
+    corrections = yaml.safe_load(CORRECTIONS.read_text(encoding="utf-8"))
+    for record, part in product(records, ("train", "candidate")):
+        record[part] = {**record.get(part, {}), **corrections.get(record.get("id"), {}).get(part, {})}
     return records
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from flagcore_vendorkit.chip_file import cost_file
 
-from benchmarks.scores import kendall, ranking
+from benchmarks.scores import kendall, ranking, read_records
 from flagcore.domain.chip import Chip
 from tests.checks import given
 from tests.product.tasks import SHAPE
@@ -101,6 +101,16 @@ def test_tau_compares_orders_and_regret_is_the_loss_of_the_first_pick() -> None:
 
 
 FOUND = list(findings.findings())
+
+
+def test_a_record_has_what_the_page_of_its_source_says(tmp_path: Path) -> None:
+    names = ("nvidiamegatron-0275", "another")
+    job = {"source": "page", "train": {"precision": "fp8"}, "candidate": {"micro_batch_size": 4}, "measured": {"s": 1}}
+    lines = (json.dumps({"id": name, **job}) for name in names)
+    (tmp_path / "jobs.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    corrected, other = read_records(tmp_path / "jobs.jsonl")
+    assert corrected["train"] == {"precision": "mxfp8", "notes": "capacity factor 1.0; cuda_graph_impl=local"}
+    assert (corrected["candidate"], other) == (job["candidate"], {"id": "another", **job})
 
 
 def test_the_table_of_findings_is_current() -> None:
