@@ -59,8 +59,11 @@ def graph_tokens(task: Task, args: Mapping[str, EngineArg]) -> int:
     return MORE_GRAPH_TOKENS if is_newer and has_more else GRAPH_TOKENS
 
 
-def logit_bytes(number: tuple[int, ...]) -> float:
-    """Return the bytes of a logit while tokens are sampled, beside that in 16 bits."""
+def logit_bytes(task: Task, number: tuple[int, ...]) -> float:
+    """Return the bytes of a logit while the profile samples tokens, beside that in 16 bits. On Ascend it samples none
+    (vllm-project/vllm-ascend @182b75ea `worker/model_runner_v1.py`: _dummy_sampler_run)."""
+    if task.cluster.groups[0].chip.vendor == "ascend":
+        return 0.0
     if number < SORTS_UNTIL:
         return SORTED_BYTES
     return SAMPLED_BYTES if number < OTHER_RUNNER_SINCE else GUMBEL_BYTES

@@ -379,7 +379,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         whole=whole,
         workspace_bytes=profile.reserved_bytes(task, PROGRAM.release(task.spec), values, **sizes)
         + profile.sparse_bytes(task, context, tokens),
-        logit_bytes=np.full(ranks.shape, profile.logit_bytes(PROGRAM.release(task.spec))),
+        logit_bytes=np.full(ranks.shape, profile.logit_bytes(task, PROGRAM.release(task.spec))),
         memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(values[MEMORY], default_share), np.nan),
         cache_bytes=cache_bytes,
         cache_element_bytes=_element_bytes(task, values),

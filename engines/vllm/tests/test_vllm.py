@@ -631,3 +631,11 @@ def test_a_pair_answers_as_one_server_does(model: str, tmp_path: Path) -> None:
     assert point["repeats"][0]["figures"]["output_tokens_per_s"] > 0
     assert all(listeners(port) == [] for port in ports)
     assert not (tmp_path / "shared").exists()
+
+
+def test_the_profile_samples_tokens_but_on_ascend() -> None:
+    task = planned("vllm", engine_version="0.26.0")
+    (group,) = task.cluster.groups
+    on = replace(task.cluster, groups=(replace(group, chip=replace(group.chip, vendor="ascend")),))
+    found = [settings(each).logit_bytes[0] for each in (task, replace(task, cluster=on))]
+    assert found == [12.0, 0.0]

@@ -1,7 +1,9 @@
 """Checks of `npu-smi info` transcripts (tests/smi), in addition to the kit's checks."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from flagcore_ascend import discover, hooks
 from flagcore_ascend.hooks import plugin
@@ -62,3 +64,10 @@ def test_the_links_of_a_server_are_a_full_mesh() -> None:
 def test_each_communicator_of_hccl_takes_its_buffers() -> None:
     model = given(plugin.flagcore_memory_model(group_of(plugin.flagcore_chips("")[0]), "megatron", "train"))
     assert communicator_bytes(model) == 400 * 2**20
+
+
+@pytest.mark.parametrize(("budget", "driver"), [(None, 0), (60 * 10**9, 0), (2**36, hooks.DRIVER_BYTES)])
+def test_the_memory_of_the_driver_counts_once(budget: int | None, driver: int) -> None:
+    chip = next(each for each in plugin.flagcore_chips("") if each.name == "910B3")
+    model = given(plugin.flagcore_memory_model(replace(group_of(chip), memory_bytes=budget), "vllm", "serve"))
+    assert float(model.device_used_bytes(np.zeros(1))[0]) == driver + hooks.CONTEXT_BYTES

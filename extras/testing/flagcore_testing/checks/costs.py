@@ -73,7 +73,8 @@ def memory_models_are_plausible(plugin: Subject, chip: Chip, model: MemoryModel)
         **({"capacity_bytes()": capacity} if memory and capacity is not None else {}),
     }
     yield from outside(figures, OF_MEMORY_MODEL)
-    idle = _idle_bytes(plugin).get(chip.name, 0.0)
+    hidden = memory.value - chip.usable_bytes.value if memory and chip.usable_bytes else 0.0  # in use, but not usable
+    idle = max(_idle_bytes(plugin).get(chip.name, 0.0) - hidden, 0.0)
     least = idle + min(CONTEXT_BYTES, memory.value / 32 if memory else np.inf)
     of_user = plugin.loaded.memory_model(replace(group_of(chip), memory_bytes=BUDGET), "megatron")
     limit = of_user.capacity_bytes() if of_user else None
