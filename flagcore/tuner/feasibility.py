@@ -107,11 +107,17 @@ def _smallest_text(problem: Problem, rows: IntArray) -> str:
     capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
     row = int(rows[np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)[rows])])
     short = problem.engine.plans.shortage({name: float(each[row]) for name, each in predictions.figures.items()})
-    text = _(
+    need, have = predictions.device_used_bytes[row] / 2**30, (predictions.row(row).capacity_bytes or 0) / 2**30
+    text = N_(
         "the candidate with the lowest memory use needs ~{need:.4g} of {have:.4g} GiB per device ({budget}): "
-        "{candidate}",
-        need=predictions.device_used_bytes[row] / 2**30,
-        have=(predictions.row(row).capacity_bytes or 0) / 2**30,
+        "{candidate}"
+    )
+    if short and need <= 1.001 * have:
+        text = N_("the candidate with the lowest memory use does not start: {candidate}")
+    text = _(
+        text,
+        need=need,
+        have=have,
         budget=_budget_from(problem.task),
         candidate=str(problem.set_knobs(problem.space.candidate(row))) or _("engine defaults"),
     )

@@ -56,7 +56,8 @@ PLAIN = {"short_rates", "short_latencies", "training_units"}
 
 DATA = {
     "plugins/*/*/quirks.yaml": ("reason", "note", "advice", "install"),
-    "plugins/*/*/knobs.yaml": ("says", "claim", "method"),
+    "plugins/*/*/knobs.yaml": ("says", "claim", "method", "risk"),
+    "extras/vendorkit/*/knobs.yaml": ("says", "claim", "method", "risk"),
     "plugins/*/*/chips/*.yaml": ("notes",),
     "e[nx]*/*/flagcore_*/*.yaml": ("why", "message", "advice"),
     "e[nx]*/*/flagcore_*/*/*.yaml": ("why", "message", "advice"),

@@ -299,4 +299,11 @@ def lengths_are_equal(load: Load) -> bool:
 def lengths_text(load: Load) -> str:
     """Return the lengths of a load's requests in words."""
     lengths = {"prompt": f"{load.prefix_len + load.input_len:,}", "answer": f"{load.output_len:,}"}
-    return _("prompts of {prompt} and answers of {answer} tokens", **lengths)
+    text = _("prompts of {prompt} and answers of {answer} tokens", **lengths)
+    if load.distribution != "uniform":
+        return _("{lengths} on average", lengths=text)
+    if load.range_spread:
+        return _("{lengths}, each up to {share} more or less", lengths=text, share=f"{load.range_spread:.0%}")
+    if load.range_ratio < 1.0:
+        return _("{lengths}, each down to {share} of that", lengths=text, share=f"{load.range_ratio:.0%}")
+    return text

@@ -16,6 +16,7 @@ from flagcore_serving.space.hardware import PP, PREFILL_DECODE, TP
 from flagcore_serving.space.knobs import LAYOUT, LENGTHS, TRANSFER, parse_length
 
 from flagcore.errors import SpecError, join_errors
+from flagcore.spec.models import absolute_model
 from flagcore_flagscale import compose
 from flagcore_flagscale.experiment import control, machines
 from flagcore_flagscale.source import (
@@ -124,7 +125,7 @@ def _engines(source: Source, item: dict[str, Any]) -> list[str]:
 
 
 def _model(source: Source, item: dict[str, Any], engines: list[str]) -> str:
-    """Return the path of the weights; for llama.cpp, the first GGUF file of a folder, as in FlagScale."""
+    """Return the path or public name of the weights; for llama.cpp, the first GGUF file of a folder."""
     args = item.get("engine_args")
     if not isinstance(args, (dict, type(None))):
         raise source.error("serve[0].engine_args", "must be a mapping", value=args, fix="write its keys below it")
@@ -142,7 +143,7 @@ def _model(source: Source, item: dict[str, Any], engines: list[str]) -> str:
         raise source.error("serve[0].module", problem, value=module, fix=fix)
     if not paths or not isinstance(paths[0], str):
         raise source.error("serve[0].engine_args.model", "is missing", fix="give the path of the weights")
-    path, key = Path(paths[0]).expanduser().resolve(), "serve[0].engine_args.model"
+    path, key = Path(absolute_model(os.path.expanduser(paths[0]), Path())), "serve[0].engine_args.model"
     source.note(key, "the shape is read from it, and so are the weights unless serve.weights is set", "model")
     if engines == ["llamacpp"]:
         path = next(iter(sorted(path.rglob("*.gguf"))), path) if path.is_dir() else path

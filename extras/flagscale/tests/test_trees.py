@@ -275,6 +275,10 @@ def test_flags_of_one_node_of_several_and_relative_paths_do_not_reach_a_server(f
     assert len(long.data["serve"]["engine_args"]["chat_template"]) == 300
 
 
+def test_a_public_name_of_the_weights_is_kept() -> None:
+    assert tree("serve_vllm", "serve.0.engine_args.model=Qwen/Qwen3-8B").data["model"] == "Qwen/Qwen3-8B"
+
+
 def test_instances_that_only_prefill_or_decode_become_one_candidate() -> None:
     deploy = "experiment.runner.deploy.prefill_decode_disaggregation=true"
     vllm = ("experiment.auto_tuner.engines=[vllm]", "serve.0.engine_args_specific.vllm.tensor_parallel_size=2")

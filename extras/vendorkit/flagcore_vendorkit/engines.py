@@ -30,7 +30,7 @@ from flagcore.domain.launch import FailurePattern
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
-from flagcore.i18n import N_
+from flagcore.i18n import N_, Message
 from flagcore_vendorkit.fields import KINDS, Content, Scope, build, entries, finish, read_as, read_file
 
 FILE = "engines.yaml"
@@ -131,7 +131,7 @@ class VariableKnob(Scope):
             help=self.says,
             effects=effects,
             source=self.source,
-            claim=f"no figure is given; risk: {self.risk}",
+            claim=Message("no figure is given; risk: {risk}", risk=Message(self.risk)),
             effect_source=Source(kind="estimated", detail=method),
         )
 

@@ -433,6 +433,16 @@ def test_a_slower_candidate_is_not_called_the_fastest_where_only_it_is_listed() 
     assert texts[0] == texts[1]
 
 
+def test_a_fixed_cache_that_is_too_small_is_not_said_to_need_the_memory_of_the_device() -> None:
+    work = {"engine": "vllm", "engine_args": {"kv-cache-memory-bytes": "1G"}, "profile": {"input_len": 256}}
+    data = {"model": "Qwen/Qwen3-0.6B", "cluster": {"chip": "H100-SXM", "devices_per_node": 1}, "serve": work}
+    tuner = {"space": {"context_len": 40960}, "baseline": {"context_len": 40960}}
+    with pytest.raises(NothingFits) as raised:
+        api.estimate({**data, "auto_tuner": tuner})
+    assert " of 79.65 GiB" not in str(raised.value)
+    assert "shorten the context" in str(raised.value)
+
+
 def test_the_fastest_is_recommended_also_if_it_is_the_baseline_beside_the_space_of_the_engine() -> None:
     work = {"engine": "vllm", "profile": {"input_len": 256, "output_len": 64, "concurrency": 8}}
     cluster = {"chip": "H100-SXM", "devices_per_node": 1}

@@ -71,9 +71,10 @@ def test_predictions_do_not_depend_on_the_block_size_and_on_forks(
     monkeypatch.setattr(predict_module, "CHUNK", chunk)
     monkeypatch.setattr(predict_module, "FORK_ROWS", fork_rows)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(3))
-    if not sent:
-        monkeypatch.setattr("multiprocessing.connection.Connection.send", None)
-    in_pieces = predict(tasks.platform(task), space)
+    with pytest.MonkeyPatch.context() as patch:  # ends here: the process of the test sends its result, too
+        if not sent:
+            patch.setattr("multiprocessing.connection.Connection.send", None)
+        in_pieces = predict(tasks.platform(task), space)
     for field in dataclasses.fields(at_once):
         one, other = getattr(at_once, field.name), getattr(in_pieces, field.name)
         assert one.keys() == other.keys() if isinstance(one, dict) else np.array_equal(one, other), field.name

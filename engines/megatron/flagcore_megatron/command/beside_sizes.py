@@ -12,6 +12,8 @@ REFERENCE: Mapping[str, Any] = package_yaml(__package__, "reference.yaml")
 """The arguments of a job without a command."""
 NEEDED = ("rms_norm_eps", "rope_theta")
 """The keys without which Megatron-LM's defaults are those of another model."""
+USUAL = {"hidden_act": "silu", "mlp_bias": "False"}
+"""The values of keys that the layers of all families here have, unless a config.json says otherwise."""
 
 
 def flag_of(name: str) -> str:
@@ -36,6 +38,7 @@ def arguments_beside_sizes(model: Model, release: str | None) -> tuple[list[str]
     lacks, scaling = [key for key in NEEDED if key not in keys], str(rope.get("rope_type", rope.get("type", "default")))
     unless = {} if lacks else REFERENCE["unless"].get(model.family, {})
     words += (word for key, word in unless.items() if key not in keys)
+    lacks += [key for key, value in USUAL.items() if keys.get(key, value) != value]
     row = REFERENCE["scalings"].get("default" if scaling == "mrope" else scaling)
     if row is None or (scaling == "yarn" and not model.multi_latent_attention):
         lacks.append("rope_scaling")

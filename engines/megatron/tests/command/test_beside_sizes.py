@@ -63,6 +63,8 @@ def test_public_models_get_the_values_of_their_config(name: str, expected: dict[
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, {}, ("rope_scaling",)),
         ({"rope_theta": None, "rope_parameters": {"rope_theta": 7, "rope_type": "default"}}, {"rotary_base": 7}, ()),
         ({"rope_theta": None}, {}, ("rope_theta",)),
+        ({"hidden_act": "silu"}, {}, ()),
+        ({"hidden_act": "gelu", "mlp_bias": True}, {}, ("hidden_act", "mlp_bias")),
     ],
 )
 def test_values_of_a_config_are_arguments_or_named(keys: Any, expected: Any, lacking: tuple[str, ...]) -> None:

@@ -13,7 +13,7 @@ from flagcore_models.keys import context_of
 from flagcore_models.layers import parameters
 from flagcore_serving.advice import spec_warnings
 from flagcore_serving.engine import ServingEngine
-from flagcore_serving.job import Load
+from flagcore_serving.job import Load, lengths_text
 from flagcore_serving.space.hardware import longest_request, max_in_flight
 from flagcore_serving.space.knobs import DEFAULT_SPACE
 from flagcore_serving.space.weights import cache_bytes_per_token, min_devices
@@ -273,3 +273,14 @@ def test_a_spec_that_may_mislead_has_a_warning(arguments: dict[str, Any], warned
     lines = [*spec_warnings(replace(serving("vllm", **work).spec, objective=objective), ENGINE.program)]
     assert len(lines) == bool(warned)
     assert all(warned in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [({}, ""), ({"range_spread": 0.25}, "25%"), ({"range_ratio": 0.5}, "50%"), ({"distribution": "chat"}, "average")],
+)
+def test_lengths_that_differ_are_said(lengths: dict[str, Any], said: str) -> None:
+    fixed, text = lengths_text(Load(input_len=1000)), lengths_text(Load(input_len=1000, **lengths))
+    assert text.startswith(fixed)
+    assert said in text
+    assert bool(said) == (text != fixed)
