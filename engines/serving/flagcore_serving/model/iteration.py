@@ -306,7 +306,8 @@ def _reduce(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArr
     """Return the time of one all-reduce of the activations of `tokens` among the tensor ranks, in seconds.
 
     For small messages, engines have their own kernels, which have a lower latency than the communication library. vLLM
-    and SGLang use them only for ranks on linked devices, and on a bus (PCIe) for two ranks (`custom_all_reduce.py`).
+    and SGLang use them only for ranks on linked devices, and on a bus (PCIe) for two ranks that can access each other's
+    memory (`custom_all_reduce.py`).
     """
     overheads = serving.overheads
     ranks, stride = settings.tensor.astype(np.int64), np.ones(settings.tensor.shape, dtype=np.int64)
@@ -314,8 +315,7 @@ def _reduce(serving: Serving, settings: Settings, costs: Costs, tokens: FloatArr
     library = costs.collectives.seconds("all_reduce", payload, ranks, stride)
     library_latency = costs.collectives.seconds("all_reduce", np.ones_like(payload), ranks, stride)
     kernel_latency = overheads.reduce + overheads.reduce_doubling * np.maximum(np.log2(settings.tensor) - 1.0, 0.0)
-    most = 2.0 if serving.on_bus else float(serving.link_domain)
-    own = np.where(settings.tensor > most, library_latency, kernel_latency)
+    own = np.where(settings.tensor > min(serving.bus_ranks, serving.link_domain), library_latency, kernel_latency)
     return np.where(settings.tensor > 1.0, np.minimum(library, np.maximum(library - library_latency, 0.0) + own), 0.0)
 
 

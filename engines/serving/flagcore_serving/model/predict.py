@@ -224,11 +224,12 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Mo
     tokens = prompt + float(np.mean([load.output_len for load in loads]))
     group = task.cluster.groups[0]
     on_bus = (link := group.chip.link) is not None and link.topology == "pcie"
+    bus_ranks = (2.0 if link.peer_access else 1.0) if link is not None and on_bus else math.inf
     serving = Serving(model=model, precision=precision, overheads=overheads, tokens=tokens, prompt=prompt, draft=draft)
     peak = group.chip.dense_flops_per_second.get("bf16")
     serving = serving._replace(architecture=group.chip.architecture, peak=peak.value if peak else math.nan)
     host, checkpoint = group.chip.host_bytes_per_second, quantization(task.spec) or Quantization()
-    serving = serving._replace(link_domain=group.link_domain, on_bus=on_bus, wide=checkpoint.wide)
+    serving = serving._replace(link_domain=group.link_domain, bus_ranks=bus_ranks, wide=checkpoint.wide)
     serving = serving._replace(host_rate=host.value if host else HOST_RATE, adapters=AdaptedRequests.of(loads[0]))
     precision, only_stored = checkpoint.others or precision, checkpoint.weights_only
     # kernels that convert FP8 have a scale in 16 bits for each column (vLLM 0.32 `utils/marlin_utils_fp8.py`)

@@ -272,7 +272,7 @@ class Serving(NamedTuple):
     - `link_domain`: number of consecutive devices that are connected without the network.
     - `host_rate`: bytes per second from the memory of the host to a device.
     - `architecture`, `peak`: those of the chip; the peak in 16 bits, in operations per second.
-    - `on_bus`: whether devices share a bus (PCIe), on which engines use their own all-reduce for two ranks only.
+    - `bus_ranks`: most ranks on a bus (PCIe) for which engines use their own all-reduce; infinite if there is no bus.
     - `tokens`, `prompt`: mean tokens of a request and of its prompt. Only sliding windows and mixers depend on them.
     - `adapters`: the requests that use adapters.
     - `draft`: the other model that drafts tokens; None if there is none, or if it is unknown.
@@ -291,7 +291,7 @@ class Serving(NamedTuple):
     host_rate: float = HOST_RATE
     architecture: str = ""
     peak: float = math.nan
-    on_bus: bool = False
+    bus_ranks: float = math.inf
     tokens: float = 1.0
     prompt: float = 1.0
     adapters: AdaptedRequests = AdaptedRequests()

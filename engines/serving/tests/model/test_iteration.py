@@ -76,8 +76,9 @@ def seconds(part: str, at: float = 1.0, on: Costs | None = None, **given: Any) -
         # all stages wait for those with 8 of 36 layers, or for the last one, with the output head
         ("cached", {}, {"pipeline": 5}, 40.0 / 36.0, 40.0 / 36.0),
         ("sampled", {}, {"pipeline": 5}, 5.0, 5.0),
-        ("messages", {"tensor": 2}, {"tensor": 2, "on_bus": True}, 1.0, 1.0),
-        ("messages", {"tensor": 4}, {"tensor": 4, "on_bus": True}, 1.0001, 100.0),
+        ("messages", {"tensor": 2}, {"tensor": 2, "bus_ranks": 2.0}, 1.0, 1.0),
+        ("messages", {"tensor": 2}, {"tensor": 2, "bus_ranks": 1.0}, 1.0001, 100.0),
+        ("messages", {"tensor": 4}, {"tensor": 4, "bus_ranks": 2.0}, 1.0001, 100.0),
         ("messages", {"tensor": 4}, {"tensor": 4, "link_domain": 2}, 1.0001, 100.0),  # over a network
         ("local", {"devices": 4}, {}, 4.0, 4.0),
         # weights that are only stored narrower are read faster, but computed in the wider format

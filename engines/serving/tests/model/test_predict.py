@@ -25,13 +25,14 @@ from flagcore_sglang.engine import RECEIVE
 from flagcore_vllm.engine import ENGINE as VLLM
 
 from engines.serving.tests.engines.tasks import predict, published
+from flagcore.domain.chip import Fact, Link
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.metrics import LATENCIES, RATES, STATISTICS
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.spec import ClusterSpec, Spec, Task, figure_name, seconds
 from flagcore.physics.roofline import Roofline
-from tests.product.serving_inputs import CHIP, DENSE, EXPERTS, LATENT, costs, settings
+from tests.product.serving_inputs import CHIP, DENSE, EXPERTS, LATENT, SOURCE, costs, settings
 
 LOAD = Load(input_len=1024, output_len=128, concurrency=32, num_prompts=64)
 GIB = float(1 << 30)
@@ -91,6 +92,17 @@ def test_weights_that_are_only_stored_in_4_bits_are_multiplied_in_16_perhaps_slo
     usual, tokens = found._replace(overheads=UNFITTED), np.array([[1.0, 8192.0]])
     times = [linear(each, roofline, tokens, 5120.0, 5120.0, "dense")[0] for each in (usual, found)]
     assert times[1] - times[0] == pytest.approx([0.0, times[0][1] - times[0][0]])
+
+
+@pytest.mark.parametrize(
+    ("given", "most"), [({}, 2.0), ({"peer_access": False}, 1.0), ({"topology": "switch"}, np.inf)]
+)
+def test_an_own_all_reduce_on_a_bus_needs_access_between_two_devices(given: dict[str, Any], most: float) -> None:
+    link = replace(Link(name="bus", topology="pcie", bytes_per_second=Fact(value=32e9, source=SOURCE)), **given)
+    on = task()
+    group = replace(on.cluster.groups[0], chip=replace(CHIP, link=link))
+    on = replace(on, cluster=Cluster(groups=(group,)))
+    assert serving_of(on, Roofline(chip=group.chip), UNFITTED).bus_ranks == most
 
 
 def test_a_trial_takes_the_time_of_its_requests_at_all_points() -> None:
