@@ -158,10 +158,15 @@ def test_a_comment_without_a_field_is_refused(tmp_path: Path) -> None:
 def test_releases_are_read_from_the_rules(tmp_path: Path) -> None:
     rules = tmp_path / "engines" / "some" / "flagcore_some"
     rules.mkdir(parents=True)
-    (rules / "rules.yaml").write_text("# vllm 0.9 and vLLM 0.33: `config.py`\nkey: 1  # DeepSpeed 0.19.8\n")
+    (rules / "rules.yaml").write_text(
+        "# vllm 0.9 and vLLM 0.33: `config.py`\nkey: 1  # DeepSpeed 0.19.8\n# vllm @067f987d\n"
+    )
     found = releases.seen(tmp_path)
     assert found == {
         "deepspeed": {"0.19.8": ["engines/some/flagcore_some/rules.yaml:2"]},
-        "vllm": {release: ["engines/some/flagcore_some/rules.yaml:1"] for release in ("0.33", "0.9")},
+        "vllm": {
+            **{release: ["engines/some/flagcore_some/rules.yaml:1"] for release in ("0.33", "0.9")},
+            "@067f987d": ["engines/some/flagcore_some/rules.yaml:3"],
+        },
     }
-    assert releases.table(found).splitlines()[-1] == "| `vllm` | 0.33, 0.9 |"
+    assert releases.table(found).splitlines()[-1] == "| `vllm` | 0.33, 0.9, @067f987d |"
