@@ -10,7 +10,7 @@
 #   119 before their activations.
 # Date: 2026-11-30
 # Output:
-#     accelerate 1.15.0
+#     accelerate 1.15.0, transformers 5.24.0, torch 2.13.0
 #     estimate: 16 bytes for each weight in fp32, 8 in bf16
 #     training in bf16: 16 (weights 4, gradients 4, moments 8)
 set -eu
@@ -22,6 +22,8 @@ python3 -m venv "$folder"
 cat > "$folder/look.py" << 'END'
 def look() -> None:
     """Print bytes for each weight: of the command's estimate, and after a step of training in bf16."""
+    from importlib.metadata import version
+
     import accelerate
     import torch
     from accelerate.commands import estimate
@@ -32,7 +34,8 @@ def look() -> None:
     number = sum(map(torch.numel, model.parameters()))
     size, _largest = estimate.calculate_maximum_sizes(model)
     needed = {dtype: max(estimate.estimate_training_usage(size, dtype).values()) for dtype in ("float32", "bfloat16")}
-    print("accelerate", accelerate.__version__)
+    packages = ("accelerate", "transformers", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     in_fp32, in_bf16 = (round(each / number) for each in needed.values())
     print(f"estimate: {in_fp32} bytes for each weight in fp32, {in_bf16} in bf16")
 

@@ -10,7 +10,7 @@
 #   times the memory a moment later.
 # Date: 2026-11-30
 # Output:
-#     transformers 5.24.0, compressed-tensors 0.20.1
+#     transformers 5.24.0, compressed-tensors 0.20.1, torch 2.13.0
 #     the checkpoint: 0.27 of the model in bf16
 #     loaded: 0.27
 #     after the first forward pass: 1.01
@@ -38,7 +38,8 @@ def look() -> None:
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     transformers.logging.set_verbosity_error()
-    print(f"transformers {transformers.__version__}, compressed-tensors {version('compressed-tensors')}")
+    packages = ("transformers", "compressed-tensors", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     sizes = {
         "vocab_size": 128, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,

@@ -11,7 +11,7 @@
 #   beside its gradients and states, and 5 GB of fp32 logits of 8192 tokens.
 # Date: 2026-11-30
 # Output:
-#     deepspeed 0.19.8, transformers 5.24.0
+#     deepspeed 0.19.8, transformers 5.24.0, torch 2.13.0
 #     llama: 100% of the embedding, 50% of the head, 50% of a layer's products
 #     qwen3, tied: 50% of the embedding, 50% of the head, 50% of a layer's products
 #     qwen3_moe: refused
@@ -71,7 +71,8 @@ def look() -> None:
         "qwen3, tied": shares("qwen3", tie_word_embeddings=True),
         "qwen3_moe": shares("qwen3_moe", tie_word_embeddings=False, **moe),
     }
-    lines = [f"deepspeed {version('deepspeed')}, transformers {version('transformers')}"]
+    packages = ("deepspeed", "transformers", "torch")
+    lines = [", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages)]
     lines += [f"{name}: {text}" for name, text in found.items()]
     print(*lines, sep="\n", file=sys.__stdout__)
     assert found["llama"].startswith("100% of the embedding, 50% of the head")

@@ -8,7 +8,7 @@
 # Hurts: Who turns on float8 in torchtitan or accelerate to fit a longer sequence or a larger batch.
 # Date: 2026-11-29
 # Output:
-#     torchao 0.18.0
+#     torchao 0.18.0, torch 2.13.0
 #     bf16: 294912 bytes
 #     tensorwise: 294912 bytes
 #     rowwise: 294912 bytes
@@ -28,7 +28,8 @@ def look() -> None:
     import torch
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    print("torchao", version("torchao"))
+    packages = ("torchao", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     tokens = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=True)
     kept = []
     for recipe in (None, "tensorwise", "rowwise", "rowwise_with_gw_hp"):

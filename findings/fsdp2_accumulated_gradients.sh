@@ -10,7 +10,7 @@
 # Hurts: Who lowers the micro-batch and accumulates to fit a model: Qwen3-8B needs 16 GB more, on any number of ranks.
 # Date: 2026-11-29
 # Output:
-#     accelerate 1.15.0
+#     accelerate 1.15.0, transformers 5.24.0, torch 2.13.0
 #     weights: 426752, on 8 ranks
 #     one micro-batch: 0 bytes of whole gradients, 213376 of the shard
 #     first of 4: 853504 bytes of whole gradients, 0 of the shard
@@ -30,6 +30,8 @@ import os
 
 def look() -> None:
     """Print the bytes of gradients on the first of eight ranks after the backward pass of micro-batches."""
+    from importlib.metadata import version
+
     import accelerate
     import torch
     import torch.distributed as dist
@@ -44,7 +46,8 @@ def look() -> None:
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32,
     )  # fmt: skip
-    print("accelerate", accelerate.__version__)
+    packages = ("accelerate", "transformers", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     tokens, seen = torch.zeros(1, 8, dtype=torch.long), []
     for count, each in ((1, False), (4, False), (4, True)):
         AcceleratorState._reset_state(True)

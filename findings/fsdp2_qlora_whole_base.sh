@@ -9,7 +9,7 @@
 # Hurts: Who adds ranks to fit a larger model with QLoRA: its weights do not become fewer.
 # Date: 2026-11-29
 # Output:
-#     accelerate 1.15.0
+#     accelerate 1.15.0, bitsandbytes 0.50.2, peft 0.21.2, transformers 5.24.0, torch 2.13.0
 #     uint8: 147456 of 147456 bytes of the 4-bit weights
 #     uint8: 32768 of 131072 bytes of the adapters
 #     uint8: 32768 of 131072 bytes of the embedding
@@ -30,6 +30,8 @@ import tempfile
 
 def look() -> None:
     """Print the bytes of weights on the first of four ranks."""
+    from importlib.metadata import version
+
     import accelerate
     import peft
     import torch
@@ -45,7 +47,8 @@ def look() -> None:
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32,
     )  # fmt: skip
-    print("accelerate", accelerate.__version__)
+    packages = ("accelerate", "bitsandbytes", "peft", "transformers", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     parts = []
     for storage in (torch.uint8, torch.bfloat16):
         four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=storage)

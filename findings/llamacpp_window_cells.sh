@@ -22,7 +22,6 @@ trap 'exit 1' INT TERM
 python3 -m venv "$folder"
 "$folder/bin/python" -m pip install --quiet --no-compile xllamacpp==2026.10.11549 gguf==0.19.0 numpy==2.4.6
 cat > "$folder/look.py" << 'END'
-import os
 import subprocess
 import sys
 import tempfile

@@ -9,7 +9,7 @@
 # Hurts: Who plans or loads this model with transformers 5: 360 GB more in bf16, 1.4 TB with gradients and moments.
 # Date: 2026-11-30
 # Output:
-#     transformers 5.24.0
+#     transformers 5.24.0, torch 2.13.0
 #     LongCat-Flash: 741 billion weights, 180 of them in zero experts
 #     8 experts and 4 zero experts: gates for 12, of which 8 get gradients
 #     saved for zero experts: 16 matrices
@@ -27,13 +27,16 @@ from pathlib import Path
 
 def look() -> None:
     """Print the weights of the whole model, and of a small one that learns, is saved, and is loaded again."""
+    from importlib.metadata import version
+
     import torch
     import transformers
     from safetensors.torch import load_file, save_file
     from transformers import LongcatFlashConfig, LongcatFlashForCausalLM
 
     transformers.logging.set_verbosity_error()
-    print("transformers", transformers.__version__)
+    packages = ("transformers", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     with torch.device("meta"):
         model = LongcatFlashForCausalLM(LongcatFlashConfig())
     whole = sum(map(torch.numel, model.parameters()))

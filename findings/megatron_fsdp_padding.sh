@@ -9,7 +9,7 @@
 # Hurts: Who divides weights, gradients and states by the ranks for models whose widths share few factors.
 # Date: 2026-11-29
 # Output:
-#     megatron-core 0.19.2
+#     megatron-core 0.19.2, torch 2.13.0
 #     attention of gpt-oss: 1.00 on 8 ranks, 1.33 on 64, 1.78 on 256
 #     layer of Qwen2.5-3B: 1.01 on 8 ranks, 1.02 on 64, 1.17 on 256
 #     layer of Qwen3-8B: 1.00 on 8 ranks, 1.00 on 64, 1.01 on 256
@@ -25,15 +25,17 @@ python3 -m venv "$folder"
 cat > "$folder/look.py" << 'END'
 def look() -> None:
     """Print the sizes of the buffers of a layer, in its weights."""
+    from importlib.metadata import version
+
     import torch
-    from megatron.core import __version__
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp
 
     strategy = "optim_grads_params"
     config = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy)
     policy = fsdp.BucketingPolicy(None, [torch.nn.Module], strategy)
-    print("megatron-core", __version__)
+    packages = ("megatron-core", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     sizes = {}
     for name, shapes in {
         "attention of gpt-oss": [(5120, 2880), (2880, 4096)],

@@ -10,7 +10,7 @@
 # Hurts: Who adds ranks to save memory: 6 bytes per weight (bf16 weights, fp32 gradients) become 22 on 256 ranks.
 # Date: 2026-11-29
 # Output:
-#     megatron-core 0.19.2
+#     megatron-core 0.19.2, torch 2.13.0
 #     8 ranks: Adam 1.000, Muon 1.072 times the weights
 #     64 ranks: Adam 1.000, Muon 1.855 times the weights
 #     256 ranks: Adam 1.000, Muon 3.710 times the weights
@@ -26,8 +26,9 @@ python3 -m venv "$folder"
 cat > "$folder/look.py" << 'END'
 def look() -> None:
     """Print the size of the buffers of the layers of Qwen3-8B, in their weights, by the number of ranks."""
+    from importlib.metadata import version
+
     import torch
-    from megatron.core import __version__
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
@@ -37,7 +38,8 @@ def look() -> None:
     weights = [torch.nn.Parameter(torch.empty(shape, device="meta")) for _ in range(36) for shape in shapes]
     number = sum(map(torch.numel, weights))
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
-    print("megatron-core", __version__)
+    packages = ("megatron-core", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     sizes = []
     for ranks in (8, 64, 256):
         of_bucket = max(40_000_000, 1_000_000 * ranks)  # as DistributedDataParallel sets it

@@ -9,7 +9,7 @@
 # Hurts: Who serves the fine-tune with multi-token prediction: the server finds no weights of the announced layer.
 # Date: 2026-11-29
 # Output:
-#     transformers 5.24.0
+#     transformers 5.24.0, torch 2.13.0
 #     deepseek_v3: 0 unexpected weights reported, 0 of 1 saved, num_nextn_predict_layers 1
 #     glm4_moe: 0 unexpected weights reported, 0 of 1 saved, num_nextn_predict_layers 1
 set -eu
@@ -25,10 +25,10 @@ import tempfile
 def look() -> None:
     """Print what is left of a layer for multi-token prediction after loading and saving."""
     import json
+    from importlib.metadata import version
     from pathlib import Path
 
     import torch
-    import transformers
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig
 
@@ -39,7 +39,8 @@ def look() -> None:
     }  # fmt: skip
     latent = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
     configs = DeepseekV3Config(**common, **latent, num_hidden_layers=61), Glm4MoeConfig(**common, num_hidden_layers=46)
-    print("transformers", transformers.__version__)
+    packages = ("transformers", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     for config in configs:
         name = f"model.layers.{config.num_hidden_layers}.eh_proj.weight"
         with tempfile.TemporaryDirectory() as folder:

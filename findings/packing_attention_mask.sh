@@ -10,7 +10,7 @@
 # Hurts: Who packs samples with a collator or a loop of their own: the loss depends on what a sample was packed with.
 # Date: 2026-11-29
 # Output:
-#     transformers 5.24.0, attention sdpa
+#     transformers 5.24.0, torch 2.13.0, attention sdpa
 #     use_cache=False: the second sample is alone
 #     use_cache=False, attention_mask of ones: the second sample sees the first
 #     neither argument: the second sample sees the first
@@ -23,8 +23,9 @@ python3 -m venv "$folder"
 cat > "$folder/look.py" << 'END'
 def look() -> None:
     """Print whether the logits of the second sample change when the first one does."""
+    from importlib.metadata import version
+
     import torch
-    import transformers
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -35,7 +36,9 @@ def look() -> None:
     model = Qwen3ForCausalLM(config)
     first, other, second = torch.randint(0, 64, (3, 1, 16)).unbind()
     where = torch.arange(16).repeat(1, 2)
-    print(f"transformers {transformers.__version__}, attention {config._attn_implementation}")
+    packages = ("transformers", "torch")
+    versions = [f"{each} {version(each).partition('+')[0]}" for each in packages]
+    print(", ".join([*versions, f"attention {config._attn_implementation}"]))
     apart = []
     for name, given in (
         ("use_cache=False", {"use_cache": False}),

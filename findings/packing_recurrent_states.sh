@@ -11,7 +11,7 @@
 #   from what the one before it left.
 # Date: 2026-11-29
 # Output:
-#     transformers 5.24.0
+#     transformers 5.24.0, torch 2.13.0
 #     qwen3: the same
 #     qwen3_next: depends on the sample before
 #     granitemoehybrid: depends on the sample before
@@ -26,8 +26,9 @@ python3 -m venv "$folder"
 cat > "$folder/look.py" << 'END'
 def look() -> None:
     """Print by family whether the logits of a sample depend on the sample before it in a packed sequence."""
+    from importlib.metadata import version
+
     import torch
-    import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
 
     sizes = {
@@ -52,7 +53,8 @@ def look() -> None:
         },
         "minimax": {"num_local_experts": 2, "layer_types": ["linear_attention", "full_attention"] * 2},
     }  # fmt: skip
-    print(f"transformers {transformers.__version__}")
+    packages = ("transformers", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     torch.manual_seed(0)
     pack, seen = DataCollatorWithFlattening(), {}
     first, second = (torch.randint(3, 250, (24,)).tolist() for _ in range(2))

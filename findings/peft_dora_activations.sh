@@ -9,7 +9,7 @@
 # Hurts: Who turns on `use_dora` in a recipe that fits, as its parameters are nearly those of LoRA.
 # Date: 2026-11-29
 # Output:
-#     peft 0.21.2
+#     peft 0.21.2, transformers 5.24.0, torch 2.13.0
 #     LoRA: 32768 trained parameters, 4489216 bytes kept
 #     DoRA: 34816 trained parameters, 7659008 bytes kept
 set -eu
@@ -22,6 +22,7 @@ cat > "$folder/look.py" << 'END'
 def look() -> None:
     """Print the trained parameters, and the bytes that a forward pass keeps for the backward pass."""
     import weakref
+    from importlib.metadata import version
 
     import peft
     import torch
@@ -38,7 +39,8 @@ def look() -> None:
         def __init__(self, tensor: torch.Tensor) -> None:
             self.tensor = tensor
 
-    print("peft", peft.__version__)
+    packages = ("peft", "transformers", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     sizes = []
     for use_dora in (False, True):
         recipe = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=use_dora)

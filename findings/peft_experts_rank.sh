@@ -10,7 +10,7 @@
 # Hurts: Who computes the memory of adapters from their rank, or sets the largest rank of a server from the recipe.
 # Date: 2026-11-28
 # Output:
-#     peft 0.21.2
+#     peft 0.21.2, transformers 5.24.0, torch 2.13.0
 #     gate and up: A (64, 64), B (128, 64), rank 16 for each of 4 experts
 #     down: A (32, 64), B (64, 32), rank 8 for each of 4 experts
 #     trained weights: 16384, of separate projections 12288
@@ -23,6 +23,8 @@ python3 -m venv "$folder"
 cat > "$folder/look.py" << 'END'
 def look() -> None:
     """Print the shapes of the adapters beside the experts of a layer."""
+    from importlib.metadata import version
+
     import peft
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -37,7 +39,8 @@ def look() -> None:
     shapes = [tuple(p.shape) for p in found.values()]
     assert shapes[0][0] == 2 * rank * experts
     assert shapes[2][0] == rank * experts
-    print("peft", peft.__version__)
+    packages = ("peft", "transformers", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     for name, first, second in (("gate and up", *shapes[:2]), ("down", *shapes[2:])):
         print(f"{name}: A {first}, B {second}, rank {first[0] // experts} for each of {experts} experts")
     separate = 3 * experts * rank * (hidden + inner)

@@ -10,7 +10,7 @@
 # Hurts: Who plans LoRA on `all-linear` for a mixture of experts from the size of the adapters.
 # Date: 2026-11-28
 # Output:
-#     peft 0.21.2
+#     peft 0.21.2, transformers 5.24.0, torch 2.13.0
 #     experts: 1572864 bytes
 #     kept for the backward pass, adapters on attention: 0 bytes of the size of experts
 #     kept for the backward pass, adapters on all layers: 1572864 bytes of the size of experts
@@ -23,6 +23,8 @@ python3 -m venv "$folder"
 cat > "$folder/look.py" << 'END'
 def look() -> None:
     """Print the bytes of tensors of the size of experts that a forward pass keeps, without parameters."""
+    from importlib.metadata import version
+
     import peft
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -32,7 +34,8 @@ def look() -> None:
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=32, num_experts_per_tok=2,
     )  # fmt: skip
     tokens = torch.randint(0, 64, (1, 16))
-    print("peft", peft.__version__)
+    packages = ("peft", "transformers", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     kept = {}
     for where, targets in (("attention", ["q_proj", "v_proj"]), ("all layers", "all-linear")):
         model = Qwen3MoeForCausalLM(config).bfloat16()

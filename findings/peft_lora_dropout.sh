@@ -11,7 +11,7 @@
 #   GB more on CUDA for 8192 tokens of Qwen3-8B without checkpoints.
 # Date: 2026-11-30
 # Output:
-#     peft 0.21.2
+#     peft 0.21.2, transformers 5.24.0, torch 2.13.0
 #     dropout 0.0: 22.9 hidden states for each token and layer
 #     dropout 0.001: 35.9 hidden states for each token and layer
 #     dropout 0.05: 35.9 hidden states for each token and layer
@@ -24,6 +24,8 @@ python3 -m venv "$folder"
 cat > "$folder/look.py" << 'END'
 def look() -> None:
     """Print what LoRA on all linear layers keeps for the backward pass, by its dropout, with adapters in bf16."""
+    from importlib.metadata import version
+
     import peft
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -52,7 +54,8 @@ def look() -> None:
             model.model.model(inputs_embeds=inputs, use_cache=False)
         return sum(size for size, _ in found.values()) / (layers * tokens * hidden * 2)
 
-    print(f"peft {peft.__version__}")
+    packages = ("peft", "transformers", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     seen = {dropout: kept(dropout) for dropout in (0.0, 0.001, 0.05)}
     for dropout, size in seen.items():
         print(f"dropout {dropout}: {size:.1f} hidden states for each token and layer")

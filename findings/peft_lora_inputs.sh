@@ -11,7 +11,7 @@
 #   only weights, gradients and states become smaller.
 # Date: 2026-11-29
 # Output:
-#     peft 0.21.2
+#     peft 0.21.2, transformers 5.24.0, torch 2.13.0
 #     all weights: 50.6 kB kept for each token
 #     LoRA, fp32 adapters: 66.9 kB kept for each token
 #     LoRA, fp32 adapters, autocast: 51.0 kB kept for each token
@@ -27,6 +27,7 @@ cat > "$folder/look.py" << 'END'
 def look() -> None:
     """Print the bytes that a forward pass keeps for the backward pass, without weights, for each token."""
     import weakref
+    from importlib.metadata import version
 
     import peft
     import torch
@@ -43,7 +44,8 @@ def look() -> None:
         num_key_value_heads=2, head_dim=64,
     )  # fmt: skip
     recipe = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    print("peft", peft.__version__)
+    packages = ("peft", "transformers", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     sizes = {}
     for name, fp32, autocast in (
         ("all weights", None, False),

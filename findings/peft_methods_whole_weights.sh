@@ -11,7 +11,7 @@
 # Hurts: Who turns from LoRA to another method with as few weights: HRA of the rank 8 keeps 380 GB for Qwen3-8B.
 # Date: 2026-11-29
 # Output:
-#     peft 0.21.2, transformers 5.24.0
+#     peft 0.21.2, transformers 5.24.0, torch 2.13.0, accelerate 1.15.0
 #     LoRA, rank 8: 0.0 bytes for each weight
 #     MiSS, rank 8: 0.0 bytes for each weight
 #     C3A: 0.0 bytes for each weight
@@ -31,10 +31,10 @@ cat > "$folder/look.py" << 'END'
 def look() -> None:
     """Print what each adapter keeps for the backward pass for each weight of the linear layers, on any input."""
     import weakref
+    from importlib.metadata import version
 
     import peft
     import torch
-    import transformers
     from torch.autograd.graph import saved_tensors_hooks
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -65,7 +65,8 @@ def look() -> None:
         vocab_size=512, hidden_size=512, intermediate_size=1536, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=2, head_dim=64,
     )  # fmt: skip
-    print(f"peft {peft.__version__}, transformers {transformers.__version__}")
+    packages = ("peft", "transformers", "torch", "accelerate")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     seen = {}
     for name, adapter in {
         "LoRA, rank 8": peft.LoraConfig(r=8, target_modules=layers),

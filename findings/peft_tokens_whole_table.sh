@@ -11,7 +11,7 @@
 #   takes 2.8 GB more in each micro-batch.
 # Date: 2026-11-29
 # Output:
-#     peft 0.21.2
+#     peft 0.21.2, transformers 5.24.0, torch 2.13.0
 #     tied: 1.00 tables more are kept to train 3 tokens
 #     not tied: 0.00 tables more are kept to train 3 tokens
 #     not tied, with head: 1.00 tables more are kept to train 3 tokens
@@ -24,7 +24,8 @@ python3 -m venv "$folder"
 cat > "$folder/look.py" << 'END'
 def look() -> None:
     """Print the bytes that a forward pass keeps for the backward pass, in tables of the embedding."""
-    import peft
+    from importlib.metadata import version
+
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -50,7 +51,8 @@ def look() -> None:
             model(input_ids=tokens, labels=tokens)
         return sum(each.untyped_storage().nbytes() for each in found.values()) / table
 
-    print("peft", peft.__version__)
+    packages = ("peft", "transformers", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     for name, tied, tokens in (
         ("tied", True, [1, 2, 3]),
         ("not tied", False, {"embed_tokens": [1, 2, 3]}),

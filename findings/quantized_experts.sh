@@ -9,7 +9,7 @@
 # Hurts: Who plans QLoRA of a mixture of experts, whose experts are nearly all of its weights.
 # Date: 2026-11-28
 # Output:
-#     transformers 5.24.0, bitsandbytes 0.50.2
+#     transformers 5.24.0, bitsandbytes 0.50.2, accelerate 1.15.0, torch 2.13.0
 #     self_attn.q_proj.weight uint8
 #     mlp.experts.gate_up_proj bfloat16
 #     mlp.experts.down_proj bfloat16
@@ -27,8 +27,8 @@ import tempfile
 
 def look() -> None:
     """Print the types of weights of a layer, and the size of the model."""
-    import bitsandbytes
-    import transformers
+    from importlib.metadata import version
+
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -41,7 +41,8 @@ def look() -> None:
         four = AutoModelForCausalLM.from_pretrained(
             folder, quantization_config=BitsAndBytesConfig(load_in_4bit=True), device_map="cpu"
         )
-    print(f"transformers {transformers.__version__}, bitsandbytes {bitsandbytes.__version__}")
+    packages = ("transformers", "bitsandbytes", "accelerate", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     weights = {name.removeprefix("model.layers.0."): p for name, p in four.named_parameters() if ".0." in name}
     for name in ("self_attn.q_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
         print(name, str(weights[name].dtype).removeprefix("torch."))

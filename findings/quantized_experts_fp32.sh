@@ -10,7 +10,7 @@
 #   ZeRO 3 (axolotl 0.19.0 calls it): a model of 30 billion weights takes 110 GiB before its first step.
 # Date: 2026-11-29
 # Output:
-#     peft 0.21.2, transformers 5.24.0, bitsandbytes 0.50.2
+#     peft 0.21.2, transformers 5.24.0, bitsandbytes 0.50.2, accelerate 1.15.0, torch 2.13.0
 #     self_attn.q_proj.weight uint8 uint8
 #     mlp.experts.gate_up_proj bfloat16 float32
 #     mlp.experts.down_proj bfloat16 float32
@@ -28,9 +28,9 @@ import tempfile
 
 def look() -> None:
     """Print the types of weights of a layer before and after the preparation, and the sizes of the model."""
-    import bitsandbytes
+    from importlib.metadata import version
+
     import peft
-    import transformers
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -43,7 +43,8 @@ def look() -> None:
         loaded = AutoModelForCausalLM.from_pretrained(
             folder, quantization_config=BitsAndBytesConfig(load_in_4bit=True), device_map="cpu"
         )
-    print(f"peft {peft.__version__}, transformers {transformers.__version__}, bitsandbytes {bitsandbytes.__version__}")
+    packages = ("peft", "transformers", "bitsandbytes", "accelerate", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     sizes = [model.get_memory_footprint(), loaded.get_memory_footprint()]
     before = {name: weight.dtype for name, weight in loaded.named_parameters()}
     prepared = peft.prepare_model_for_kbit_training(loaded)

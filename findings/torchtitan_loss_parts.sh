@@ -10,7 +10,7 @@
 # Hurts: Who fits a large vocabulary by shorter sequences, context parallelism or a micro-batch of one sample.
 # Date: 2026-11-29
 # Output:
-#     torchtitan 0.3.0
+#     torchtitan 0.3.0, torch 2.13.0
 #     1024 tokens: 3.04 GiB, in parts 5.02 GiB
 #     2048 tokens: 3.98 GiB, in parts 5.08 GiB
 #     4096 tokens: 6.94 GiB, in parts 5.21 GiB
@@ -86,7 +86,8 @@ def look() -> None:
                 value.backward()
         return storages.peak
 
-    print("torchtitan", version("torchtitan"))
+    packages = ("torchtitan", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     more = []
     for tokens in (1024, 2048, 4096, 16384):
         whole, parts = (peak(tokens, each) / 2**30 for each in (False, True))

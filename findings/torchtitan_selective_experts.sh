@@ -9,7 +9,7 @@
 # Hurts: Who chooses between no, selective and full checkpoints for a mixture of experts from figures of dense models.
 # Date: 2026-11-29
 # Output:
-#     torchtitan 0.3.0
+#     torchtitan 0.3.0, torch 2.13.0
 #     dense network: 3 products in the forward pass, 1 again
 #     experts: 3 products in the forward pass, 3 again
 set -eu
@@ -52,7 +52,8 @@ def look() -> None:
     experts = GroupedExperts(GroupedExperts.Config(dim=64, hidden_dim=64, num_experts=4))
     for weights in experts.parameters():
         torch.nn.init.normal_(weights)
-    print("torchtitan", version("torchtitan"))
+    packages = ("torchtitan", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     again = []
     for name, layer, further in (("dense network", Dense(), ()), ("experts", experts, (torch.tensor([8] * 4),))):
         counts = []

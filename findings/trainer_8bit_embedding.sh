@@ -9,7 +9,7 @@
 # Hurts: Who plans small models with large vocabularies, such as Qwen3-0.6B: 3.6 bytes for each weight instead of 2.
 # Date: 2026-11-29
 # Output:
-#     transformers 5.24.0, bitsandbytes 0.50.2
+#     transformers 5.24.0, bitsandbytes 0.50.2, accelerate 1.15.0, torch 2.13.0
 #     tied: embedding float32, layers uint8; 4.8 bytes of moments for each weight
 #     not tied: embedding float32, layers uint8, head uint8; 3.9 bytes of moments for each weight
 set -eu
@@ -25,11 +25,13 @@ import tempfile
 
 def look() -> None:
     """Print the types of the optimizer's moments after a step, and their bytes."""
-    import bitsandbytes
+    from importlib.metadata import version
+
     import transformers
     from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 
-    print(f"transformers {transformers.__version__}, bitsandbytes {bitsandbytes.__version__}")
+    packages = ("transformers", "bitsandbytes", "accelerate", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     for tied in (True, False):
         config = Qwen3Config(
             vocab_size=1024, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,

@@ -9,7 +9,7 @@
 # Hurts: Who plans memory by 16 or 18 bytes per parameter, or compares the loss with older runs.
 # Date: 2026-11-29
 # Output:
-#     transformers 5.24.0
+#     transformers 5.24.0, accelerate 1.15.0, torch 2.13.0
 #     checkpoint bfloat16: weights bfloat16, moments bfloat16 and bfloat16
 #     checkpoint float32: weights float32, moments float32 and float32
 set -eu
@@ -25,6 +25,8 @@ import tempfile
 
 def look() -> None:
     """Print the types of a weight and of its states after two steps."""
+    from importlib.metadata import version
+
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
@@ -33,7 +35,8 @@ def look() -> None:
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16,
     )  # fmt: skip
-    print("transformers", transformers.__version__)
+    packages = ("transformers", "accelerate", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     kinds = {}
     for kind in (torch.bfloat16, torch.float32):
         with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,7 @@
 #   too much for Qwen3-30B-A3B, and a quarter too little for Qwen3-0.6B.
 # Date: 2026-11-30
 # Output:
-#     transformers 5.24.0
+#     transformers 5.24.0, torch 2.13.0, accelerate 1.15.0
 #     128 experts of which 8 compute, own head: 7.1 times the operations
 #     no experts, head tied to the embedding: 0.6 times the operations
 set -eu
@@ -45,14 +45,15 @@ def ratio(name: str, **keys: object) -> float:
 def look() -> None:
     """Print the ratio of a mixture of experts and of a dense model."""
     from contextlib import redirect_stdout
+    from importlib.metadata import version
     from io import StringIO
 
-    import transformers
 
     experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 24, "tie_word_embeddings": False}
     with redirect_stdout(StringIO()):
         sparse, dense = ratio("qwen3_moe", **experts), ratio("qwen3", tie_word_embeddings=True)
-    print(f"transformers {transformers.__version__}")
+    packages = ("transformers", "torch", "accelerate")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     print(f"128 experts of which 8 compute, own head: {sparse:.1f} times the operations")
     print(f"no experts, head tied to the embedding: {dense:.1f} times the operations")
     assert sparse > 5

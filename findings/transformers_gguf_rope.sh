@@ -10,7 +10,7 @@
 # Hurts: Who evaluates or fine-tunes from GGUF files: answers to long prompts differ from those of llama.cpp.
 # Date: 2026-11-29
 # Output:
-#     transformers 5.24.0
+#     transformers 5.24.0, torch 2.13.0, gguf 0.19.0, accelerate 1.15.0
 #     Llama 3.1: llama3, read as default; 8 times
 #     Qwen3 with YaRN: yarn, read as default; 4 times
 set -eu
@@ -61,7 +61,8 @@ def write(file: str, model, family: str) -> None:
 
 def look() -> None:
     """Print how the rotary embedding of a file is read, and how much longer the slowest wave should be."""
-    import transformers
+    from importlib.metadata import version
+
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
     sizes = {
@@ -70,7 +71,8 @@ def look() -> None:
     }  # fmt: skip
     llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     yarn = {"factor": 4.0, "original_max_position_embeddings": 32768}
-    print("transformers", transformers.__version__)
+    packages = ("transformers", "torch", "gguf", "accelerate")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     ratios = []
     for name, family, kind, scaling, theta in (
         ("Llama 3.1", LlamaConfig, "llama3", llama3, 5e5),

@@ -12,7 +12,7 @@
 #   of a layer of Qwen3-Next take 3 GB, and full checkpoints hold as much for one layer at a time.
 # Date: 2026-11-29
 # Output:
-#     transformers 5.24.0
+#     transformers 5.24.0, torch 2.13.0
 #     gated delta net: 183 KB kept per token, results of its products 14.4 KB
 #     Mamba-2: 258 KB kept per token, results of its products 14.4 KB
 set -eu
@@ -24,8 +24,9 @@ python3 -m venv "$folder"
 cat > "$folder/look.py" << 'END'
 def look() -> None:
     """Print the bytes that a layer keeps for the backward pass, per token, and those of the results of its products."""
+    from importlib.metadata import version
+
     import torch
-    import transformers
     from transformers import NemotronHConfig, Qwen3NextConfig
     from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
@@ -38,7 +39,8 @@ def look() -> None:
     of_mamba = NemotronHConfig(
         hidden_size=hidden, mamba_num_heads=32, mamba_head_dim=64, ssm_state_size=128, n_groups=8
     )  # fmt: skip
-    print("transformers", transformers.__version__)
+    packages = ("transformers", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     for name, layer in (
         ("gated delta net", Qwen3NextGatedDeltaNet(of_delta, 0)),
         ("Mamba-2", NemotronHMamba2Mixer(of_mamba, 0)),

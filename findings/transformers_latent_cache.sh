@@ -8,7 +8,7 @@
 # Hurts: Who plans rollouts or evaluation with transformers from heads: 70 times the memory that the cache takes.
 # Date: 2026-11-29
 # Output:
-#     transformers 5.24.0
+#     transformers 5.24.0, torch 2.13.0
 #     keys (1, 1, 8, 512), values (1, 1, 8, 64): 1152 bytes per token
 #     keys and values of 128 heads: 81920 bytes per token
 set -eu
@@ -20,8 +20,9 @@ python3 -m venv "$folder"
 cat > "$folder/look.py" << 'END'
 def look() -> None:
     """Print the shape of the cache of a layer with the attention of DeepSeek-V3, after a prompt of 8 tokens."""
+    from importlib.metadata import version
+
     import torch
-    import transformers
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     config = DeepseekV3Config(
@@ -30,7 +31,8 @@ def look() -> None:
     model = DeepseekV3ForCausalLM(config).bfloat16()
     with torch.no_grad():
         (layer,) = model(torch.zeros(1, 8, dtype=torch.long), use_cache=True).past_key_values.layers
-    print("transformers", transformers.__version__)
+    packages = ("transformers", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     size = (layer.keys.nbytes + layer.values.nbytes) // 8
     whole = 2 * config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
     print(f"keys {tuple(layer.keys.shape)}, values {tuple(layer.values.shape)}: {size} bytes per token")

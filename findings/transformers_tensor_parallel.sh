@@ -10,7 +10,7 @@
 # Hurts: Who divides the weights by the ranks: gpt-oss-120b needs the memory of one rank on each of eight.
 # Date: 2026-11-29
 # Output:
-#     transformers 5.24.0
+#     transformers 5.24.0, torch 2.13.0, accelerate 1.15.0
 #     qwen3_moe: 50% of the embedding, 50% of attention, 50% of the experts, 50% of the head
 #     deepseek_v3: 50% of the embedding, 100% of attention, 50% of the experts, 50% of the head
 #     gpt_oss: 50% of the embedding, 100% of attention, 100% of the experts, 50% of the head
@@ -28,6 +28,8 @@ import tempfile
 
 def look() -> None:
     """Print the share of each kind of weights on the first of two ranks."""
+    from importlib.metadata import version
+
     import torch.distributed as dist
     import transformers as hf
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -44,7 +46,8 @@ def look() -> None:
         hf.GptOssConfig(**common, head_dim=16, num_local_experts=8),
     )
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    print("transformers", hf.__version__)
+    packages = ("transformers", "torch", "accelerate")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     seen = {}
     for config in configs:
         model = hf.AutoModelForCausalLM.from_config(config)

@@ -9,7 +9,7 @@
 # Hurts: Who generates from long prompts with Gemma 3 or gpt-oss and measures or plans the peak from the windows.
 # Date: 2026-11-28
 # Output:
-#     transformers 5.24.0
+#     transformers 5.24.0, torch 2.13.0
 #     window, after 1000 tokens of a prompt: shape (1, 2, 31, 16), memory 64000 bytes of 1984
 #     no window, after 1000 tokens of a prompt: shape (1, 2, 1000, 16), memory 64000 bytes of 64000
 #     window, after a decoded token: shape (1, 2, 31, 16), memory 2048 bytes of 1984
@@ -23,8 +23,9 @@ python3 -m venv "$folder"
 cat > "$folder/look.py" << 'END'
 def look() -> None:
     """Print the shape of the keys of both layers, and the bytes that they keep alive."""
+    from importlib.metadata import version
+
     import torch
-    import transformers
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     config = Gemma3TextConfig(
@@ -32,7 +33,8 @@ def look() -> None:
         num_hidden_layers=2, sliding_window=32, layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
     model = Gemma3ForCausalLM(config).bfloat16().eval()
-    print("transformers", transformers.__version__)
+    packages = ("transformers", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     cache, kept = None, []
     for tokens, name in ((1000, "1000 tokens of a prompt"), (1, "a decoded token")):
         with torch.no_grad():

@@ -9,7 +9,7 @@
 # Hurts: Who trains Gemma 3, gpt-oss or other models of windows on long sequences without FlashAttention.
 # Date: 2026-11-29
 # Output:
-#     transformers 5.24.0
+#     transformers 5.24.0, torch 2.13.0
 #     512 tokens, sdpa: 5.3 MB without, 6.8 MB with a window
 #     2048 tokens, sdpa: 21.2 MB without, 39.6 MB with a window
 set -eu
@@ -22,9 +22,9 @@ cat > "$folder/look.py" << 'END'
 def look() -> None:
     """Print the bytes that the forward pass of a sequence keeps for the backward pass, by kind of layer."""
     import weakref
+    from importlib.metadata import version
 
     import torch
-    import transformers
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     class Kept:
@@ -33,7 +33,8 @@ def look() -> None:
         def __init__(self, tensor: torch.Tensor) -> None:
             self.tensor = tensor
 
-    print("transformers", transformers.__version__)
+    packages = ("transformers", "torch")
+    print(", ".join(f"{each} {version(each).partition('+')[0]}" for each in packages))
     sizes = {}
     for tokens in (512, 2048):
         for kind in ("full_attention", "sliding_attention"):

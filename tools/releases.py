@@ -1,4 +1,5 @@
-"""Lists the releases of engines and libraries that flagcore's rules name, and the newest of each on PyPI.
+"""Lists the releases of engines and libraries that flagcore's rules name, and the newest of each on PyPI. Commits are
+those of repositories whose sources a rule was read in.
 
 `python tools/releases.py [--rules]`. A rule names a release in its data or in its source, such as `vllm 0.33`. With
 `--rules`, the places are listed. `docs/engines-really.md` has the same releases without the newest, which come from
@@ -16,23 +17,33 @@ from pathlib import Path
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("engines/*/flagcore_*", "extras/*/flagcore_*")
-"""The folders with the rules of engines, trainers and importers."""
+SOURCES = ("engines/*/flagcore_*", "extras/*/flagcore_*", "plugins/*/flagcore_*")
+"""The folders with the rules of engines, trainers, importers and vendors."""
 PACKAGES = {
     "accelerate": "accelerate",
+    "aiconfigurator-core": "aiconfigurator-core",
     "aiperf": "aiperf",
+    "axolotl": "axolotl",
     "deepspeed": "deepspeed",
+    "dynamo": "ai-dynamo",
     "emerging-optimizers": "emerging-optimizers",
+    "flaggems": "flag-gems",
     "flagscale": "flag-scale",
+    "flash-linear-attention": "flash-linear-attention",
     "liger-kernel": "liger-kernel",
+    "llama-factory": "llamafactory",
     "lmdeploy": "lmdeploy",
+    "megatron-bridge": "megatron-bridge",
     "megatron-core": "megatron-core",
+    "ms-swift": "ms-swift",
+    "nemo automodel": "nemo-automodel",
     "openrlhf": "openrlhf",
     "peft": "peft",
     "ray": "ray",
     "sglang": "sglang",
     "tensorrt_llm": "tensorrt_llm",
     "torch": "torch",
+    "torch_npu": "torch-npu",
     "torchao": "torchao",
     "torchtitan": "torchtitan",
     "transformer-engine": "transformer-engine",
@@ -40,13 +51,14 @@ PACKAGES = {
     "trl": "trl",
     "verl": "verl",
     "vllm": "vllm",
+    "vllm-ascend": "vllm-ascend",
     "xllamacpp": "xllamacpp",
 }
-"""The distributions on PyPI, by the name that rules use in any case. Those of NeMo-RL and slime are empty."""
-NAMED = re.compile(rf"\b({'|'.join(PACKAGES)}) @?v?(\d+(?:\.\d+)+)(?![\w.]*\d)", re.IGNORECASE)
+"""The distributions on PyPI, by the name that rules use in any case. NeMo-RL, slime and MindSpeed have none."""
+NAMED = re.compile(rf"\b({'|'.join(PACKAGES)}) (?:@?v?(\d+(?:\.\d+)+)(?![\w.]*\d)|@?([0-9a-f]{{8}})\b)", re.IGNORECASE)
 
 Seen = Mapping[str, Mapping[str, list[str]]]
-"""Places (`file:line`) that name a release, by package and release, the newest release first."""
+"""Places (`file:line`) that name a release, by package and release: the newest first, then commits."""
 
 
 def seen(root: Path = ROOT) -> Seen:
@@ -55,12 +67,18 @@ def seen(root: Path = ROOT) -> Seen:
     for folder in (folder for pattern in SOURCES for folder in sorted(root.glob(pattern))):
         for path in sorted(each for each in folder.rglob("*") if each.suffix in (".py", ".yaml")):
             for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-                for name, release in NAMED.findall(line):
-                    found[PACKAGES[name.lower()]][release].append(f"{path.relative_to(root)}:{number}")
+                for name, release, commit in NAMED.findall(line):
+                    place = f"{path.relative_to(root)}:{number}"
+                    found[PACKAGES[name.lower()]][release or f"@{commit}"].append(place)
     return {
-        name: {release: places[release] for release in sorted(places, key=Version, reverse=True)}
+        name: {release: places[release] for release in sorted(places, key=_age, reverse=True)}
         for name, places in sorted(found.items())
     }
+
+
+def _age(release: str) -> Version:
+    """Return a key by which commits are older than all releases."""
+    return Version("0.dev0" if release.startswith("@") else release)
 
 
 def table(found: Seen) -> str:

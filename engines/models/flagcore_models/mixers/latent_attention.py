@@ -7,6 +7,9 @@ from flagcore.domain.model import Output, Product
 from flagcore.domain.space import FloatArray
 from flagcore_models.mixers.attention import Attention
 
+EXPANSION = "expansion"
+"""The name of the product that expands latents to keys and values."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention(Attention):
@@ -61,7 +64,7 @@ class LatentAttention(Attention):
             part(
                 inputs=self.latent_rank,
                 outputs=self.expanded,
-                name="expansion",
+                name=EXPANSION,
                 joined=(Output("v_proj", self.expanded),),
             ),
             *self._index(hidden_size, rank or hidden_size),

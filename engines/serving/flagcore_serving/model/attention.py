@@ -8,7 +8,7 @@ from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.compressed_attention import CompressedAttention
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_models.mixers.kimi_delta_attention import KimiDeltaAttention
-from flagcore_models.mixers.latent_attention import LatentAttention
+from flagcore_models.mixers.latent_attention import EXPANSION, LatentAttention
 
 from flagcore.contracts import AttentionShape, Costs, KernelCosts
 from flagcore.domain.model import Mixer
@@ -56,7 +56,7 @@ def _products(
     products = {each: each.outer(tensor) for each in mixer.products(serving.model.hidden_size)}
     if isinstance(mixer, LatentAttention):
         heads, rank = mixer.heads / tensor, float(mixer.latent_rank)
-        products = {each: outer for each, outer in products.items() if each.name != "expansion"}
+        products = {each: outer for each, outer in products.items() if each.name != EXPANSION}
         seconds = seconds + linear(serving, kernels, tokens, float(mixer.nope_dim), heads * rank, "")
         seconds = seconds + linear(serving, kernels, tokens, rank, heads * float(mixer.value_dim), "")
     elif isinstance(mixer, Attention) and mixer.indexer:

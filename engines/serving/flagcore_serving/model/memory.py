@@ -18,6 +18,7 @@ from flagcore_models.layers import (
 )
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.mixers.compressed_attention import CompressedAttention
+from flagcore_models.mixers.latent_attention import EXPANSION
 
 from flagcore.contracts import Costs, communicator_bytes
 from flagcore.domain.model import Model, Product
@@ -159,6 +160,8 @@ def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
     total = other_weights(model) / settings.tensor * serving.bytes_of(ATTENTION)
     for product, number in product_counts(model).items():
         stored = serving.bytes_of(product.group) * (_padding(serving, settings) if product.group == EXPERTS else 1.0)
+        if product.name == EXPANSION and serving.bytes_of(product.group) < serving.overheads.copied_below:
+            stored = stored + 2.0
         total = total + number * stored * weights_on_rank(product, settings)
     if streams := streams_of(model):
         total = total + 2.0 * connections(model) * streams.norm_weights

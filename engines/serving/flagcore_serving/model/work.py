@@ -127,6 +127,8 @@ class Overheads:
       covers only these and the cache.
     - `outside`: the most bytes of driver and libraries that the share must hold. Others, such as communicators, are in
       use before the engine begins to measure.
+    - `copied_below`: copies of 16 bits are kept of the product that expands latents to keys and values, for attention
+      without this product, if its weights have fewer bytes.
     - `pads_mxfp4`: by architecture, the multiples of rows and of a rank's columns of experts, and the copies of scales.
     - `whole_prompts`: whether each slot keeps its last prompt, and other tiers whole prompts. Otherwise any tokens.
     - `own_order`: whether tiers behind the devices do not refresh what the devices have (see `model/tiers.py`).
@@ -203,6 +205,7 @@ class Overheads:
     embeds_on_host: bool = False
     activations_beside: bool = False
     outside: float = math.inf
+    copied_below: float = 0.0
     pads_mxfp4: Mapping[str, Sequence[float]] = field(default_factory=dict)
     whole_prompts: bool = False
     own_order: bool = False

@@ -1,6 +1,7 @@
 """Seconds of iterations: what more tokens, devices and narrower weights do; and the memory of a server."""
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -423,6 +424,18 @@ def test_experts_in_mxfp4_may_have_padded_rows_and_two_copies_of_scales(pads: li
     assert weight_bytes(stored, settings())[0] / GIB == pytest.approx(gib, rel=0.01)
     one, eight = (expert_bytes(stored, settings(tensor=[each]))[0] for each in (1, 8))
     assert eight * 8 / one == pytest.approx(384 * 8 / (-(-2880 // pads[1]) * pads[1]))  # 360 columns, to 384
+
+
+@pytest.mark.parametrize(("weight_bytes_each", "copied_below", "copies"), [(1.0, 2.0, 1), (2.0, 2.0, 0), (2.0, inf, 1)])
+def test_the_product_that_latent_attention_absorbs_may_have_a_copy(
+    weight_bytes_each: float, copied_below: float, copies: int
+) -> None:
+    model = public_model("deepseek-ai/DeepSeek-V3")
+    none, some = (
+        weight_bytes(serving(model, copied_below=each)._replace(weight_bytes=weight_bytes_each), settings())[0]
+        for each in (0.0, copied_below)
+    )
+    assert some - none == copies * 2.0 * 61 * 128 * (128 + 128) * 512
 
 
 def test_attention_ranks_have_separate_caches() -> None:
