@@ -97,15 +97,19 @@ def _changed(folder: str) -> int:
 
 
 @lru_cache(maxsize=256)
+def _metadata(distribution: Distribution) -> Any:
+    """Return the metadata of a distribution, which each access to its attributes parses again."""
+    return distribution.metadata
+
+
 def name_of(distribution: Distribution) -> str:
-    """Return the name in the metadata of a distribution, which are parsed once."""
-    return distribution.metadata["Name"]
+    """Return the name in the metadata of a distribution."""
+    return cast(str, _metadata(distribution)["Name"])
 
 
-@lru_cache(maxsize=256)
 def version_of(distribution: Distribution) -> str:
-    """Return the version in the metadata of a distribution, which are parsed once."""
-    return distribution.version
+    """Return the version in the metadata of a distribution."""
+    return cast(str, _metadata(distribution)["Version"])
 
 
 def origin(point: EntryPoint) -> Distribution:
@@ -122,7 +126,9 @@ def origins(points: Iterable[EntryPoint]) -> str:
 @lru_cache(maxsize=256)
 def _incompatible(distribution: Distribution) -> str | None:
     """Return why `distribution` does not support this release of flagcore, or None. Reads its `Requires-Dist`."""
-    requirements = map(_REQUIREMENT.fullmatch, distribution.requires or ())
+    requirements = map(
+        _REQUIREMENT.fullmatch, _metadata(distribution).get_all("Requires-Dist") or distribution.requires or ()
+    )
     for found in (each for each in requirements if each and each["versions"] != _USUAL):  # packaging is slow
         if found["marker"] and not import_module("packaging.markers").Marker(found["marker"]).evaluate({"extra": ""}):
             continue
