@@ -43,8 +43,8 @@ class ChipHooks:
         The order is the one in which such processes see the devices. Memory is in bytes. `environment` contains the
         variables of this shell and of the spec. None or an empty sequence means that there are no devices. If a tool or
         driver is missing, return no devices; do not raise an exception. The hook is called once per command without a
-        spec, and once per spec that sets variables. It must return within a few seconds, and must not import a
-        framework or create a context on a device.
+        spec, and once per spec that sets variables; a spec that names its chips asks only their plugins. It must return
+        within a few seconds, and must not import a framework or create a context on a device.
         """
 
     @hookspec

@@ -57,7 +57,7 @@ def installed(group: str, failures: list[PluginFailure] | None = None) -> dict[s
     """
     points: dict[str, list[EntryPoint]] = {}
     seen = set()
-    for distribution, found in _distributions(tuple((folder, _changed(folder)) for folder in sys.path)):
+    for distribution, found in _distributions(tuple((folder, changed_at(folder)) for folder in sys.path)):
         try:
             if found is None and group in (distribution.read_text("entry_points.txt") or ""):
                 found = distribution.entry_points
@@ -90,22 +90,22 @@ def _distributions(path: tuple[tuple[str, int], ...]) -> list[tuple[Distribution
     return found
 
 
-def _changed(folder: str) -> int:
+def changed_at(path: str | os.PathLike[str]) -> int:
+    """Return when a file or folder has changed, in nanoseconds; 0 if it cannot be read."""
     with suppress(OSError):
-        return os.stat(folder or ".").st_mtime_ns
+        return os.stat(path or ".").st_mtime_ns
     return 0
 
 
 @lru_cache(maxsize=256)
+def metadata_of(distribution: Distribution) -> Any:
+    """Return the metadata of a distribution, which each access to its attributes parses again."""
+    return distribution.metadata
+
+
 def name_of(distribution: Distribution) -> str:
-    """Return the name in the metadata of a distribution, which are parsed once."""
-    return distribution.metadata["Name"]
-
-
-@lru_cache(maxsize=256)
-def version_of(distribution: Distribution) -> str:
-    """Return the version in the metadata of a distribution, which are parsed once."""
-    return distribution.version
+    """Return the name in the metadata of a distribution."""
+    return cast(str, metadata_of(distribution)["Name"])
 
 
 def origin(point: EntryPoint) -> Distribution:
@@ -122,7 +122,9 @@ def origins(points: Iterable[EntryPoint]) -> str:
 @lru_cache(maxsize=256)
 def _incompatible(distribution: Distribution) -> str | None:
     """Return why `distribution` does not support this release of flagcore, or None. Reads its `Requires-Dist`."""
-    requirements = map(_REQUIREMENT.fullmatch, distribution.requires or ())
+    requirements = map(
+        _REQUIREMENT.fullmatch, metadata_of(distribution).get_all("Requires-Dist") or distribution.requires or ()
+    )
     for found in (each for each in requirements if each and each["versions"] != _USUAL):  # packaging is slow
         if found["marker"] and not import_module("packaging.markers").Marker(found["marker"]).evaluate({"extra": ""}):
             continue

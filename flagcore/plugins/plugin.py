@@ -18,7 +18,7 @@ from flagcore import hooks
 from flagcore.domain.space import FloatArray
 from flagcore.errors import NoDevice
 from flagcore.i18n import closest
-from flagcore.loading.entry_points import name_of, one_line, origin, stdout_to_stderr, version_of
+from flagcore.loading.entry_points import metadata_of, name_of, one_line, origin, stdout_to_stderr
 from flagcore.loading.limits import HOOK_SECONDS, SAMPLE_SECONDS, BadPlugin, within
 
 SLOW_SECONDS = 5.0
@@ -89,7 +89,7 @@ def make_plugin(name: str, module: object, point: EntryPoint | None = None) -> P
     return Plugin(
         name=name,
         distribution=name_of(origin(point)) if point else "",
-        version=version_of(origin(point)) if point else "",
+        version=metadata_of(origin(point))["Version"] if point else "",
         package=point.module.partition(".")[0] if point else "",
         hooks=tuple(sorted(caller.name for caller in callers)),
         manager=manager,

@@ -16,6 +16,7 @@ from flagcore.domain.secrets import redact_data
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import RUN, Trial, TrialState
 from flagcore.domain.work import Work
+from flagcore.loading.entry_points import changed_at
 from flagcore.spec.shapes import Shape
 
 GIB = 2**30
@@ -63,7 +64,7 @@ class Experience:
 
     def records(self, chip: Chip, engine: str, *, exclude_run: str | None = None) -> Iterator[Mapping[str, Any]]:
         """Yield the stored trials of an engine on a chip, latest run first. Unreadable files are skipped."""
-        for path in sorted(self.folder.glob("*.jsonl"), key=_modification_time, reverse=True):
+        for path in sorted(self.folder.glob("*.jsonl"), key=changed_at, reverse=True):
             if path.stem == exclude_run:
                 continue
             with suppress(OSError, ValueError):
@@ -76,12 +77,6 @@ def _matches(line: Any, chip: Chip, engine: str) -> bool:
         if line[line["kind"]]["engine"] == engine:
             return chip.is_same(line["cluster"]["chip"], line["measured"]["chip_aliases"])
     return False
-
-
-def _modification_time(path: Path) -> float:
-    with suppress(OSError):
-        return path.stat().st_mtime
-    return 0.0
 
 
 def _record(run: str, task: Task, work: Work, trial: Trial) -> dict[str, Any]:

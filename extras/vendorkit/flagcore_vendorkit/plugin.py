@@ -24,7 +24,7 @@ from flagcore_vendorkit.chip_file import collective_table, cost_file, kernel_cos
 from flagcore_vendorkit.detection import DeviceDetector, DeviceReading, Readings
 from flagcore_vendorkit.engines import Report, all_knobs, read_engines, read_quirks, read_variables
 from flagcore_vendorkit.fields import S, applicable
-from flagcore_vendorkit.settings import read_settings
+from flagcore_vendorkit.settings import Settings, read_settings
 
 UNFITTED = N_(
     "no published server on {chip} gave the times of small kernels, launches and small messages: those of other chips"
@@ -152,7 +152,8 @@ class VendorPlugin:
             return tuple(dict.fromkeys(each for chip in chips for each in applicable(quirks, chip, *about)))
 
         quirks, is_set = read_quirks(self.package), {*os.environ, *task.spec.envs, *task.spec.cluster.envs}
-        settings, variables = read_settings(self.package), of_chips(read_variables(self.package))
+        settings = read_settings(self.package) if any(task.spec.variables) else Settings()
+        variables = of_chips(read_variables(self.package))
         usual = {each.name: each.value for each in variables if each.value and each.applies_to(task)}
         hidden = [each for each in variables if each.overridden_by in is_set]
         first, slow = FIRST[task.spec.work.has_steps], of_chips(quirks.warmup)

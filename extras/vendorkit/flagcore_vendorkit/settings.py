@@ -197,10 +197,11 @@ def unmodelled_on_all_engines(task: Task) -> Iterator[Unmodelled]:
     These are keys of the model's config.json, and environment variables of torch and of other common software.
     """
     model, trains = task.spec.model, task.spec.work.has_steps
-    classes = read_settings(__package__, "config_keys.yaml")
     for name, value in model.unread:
+        classes = read_settings(__package__, "config_keys.yaml")
         found = classes.unmodelled(name.removeprefix("text_config."), value, f"model.{name}")
         of_training = name.endswith(("dropout", "pdrop")) or (model.vision and name == "vision_config")
         if found and (trains or not of_training):
             yield found
-    yield from read_settings(__package__).of_environment(task.spec)
+    if any(task.spec.variables):
+        yield from read_settings(__package__).of_environment(task.spec)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.api.candidate_parser import broken_rules_of
-from flagcore.api.inputs import OpenedSpec, SpecLike, about_sections, changed_spec, open_spec
+from flagcore.api.inputs import SpecLike, about_sections, changed_spec, open_spec
 from flagcore.api.jobs import NEAREST, PublishedRuns, detailed_predictions, expected_seconds
 from flagcore.contracts import Platform, Problem
 from flagcore.domain.engine import ForcedSetting
@@ -79,8 +79,11 @@ def estimate(
         raise NothingFits(nothing_fits_text(problem, to_fit))
     place = recommended(problem, order)
     can_start = not task.spec.work.missing
-    row = int(order[place])
-    target = _target(opened, row) if start and can_start else ""
+    row, target = int(order[place]), ""
+    if start and can_start:
+        from flagcore.api.commands.export import first_target  # takes long to import, and plans as data need none
+
+        target = first_target(opened, problem.space.candidate(row))
     planned_s = float(problem.predictions.step_time_s[row])
     expected_s, expected = expected_seconds(problem, planned_s, loaded)
     untimed = int(np.isnan(problem.predictions.step_time_s[order]).sum())
@@ -123,14 +126,6 @@ def estimate(
 
         on_page(plan_report(problem, spec, start(target) if start and target else "", found.expected))
     return found
-
-
-def _target(opened: OpenedSpec, row: int) -> str:
-    """Return the first target that accepts the candidate of a row."""
-    from flagcore.api.commands.export import first_target  # what plans without commands do not import
-    from flagcore.api.runs import snapshot_of
-
-    return first_target(snapshot_of(opened), opened.problem.space.candidate(row))
 
 
 def _first_line(report: Callable[[str], object], platform: Platform, space: Space, predictions: Predictions) -> None:

@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from flagcore import plugins
-from flagcore.api.inputs import LoadedSpec
+from flagcore.api.inputs import LoadedSpec, OpenedSpec
 from flagcore.api.outcome import require_startable, start_script
-from flagcore.api.runs import Snapshot, columns_of, load_snapshot
+from flagcore.api.runs import Snapshot, columns_of, load_snapshot, snapshot_of
 from flagcore.contracts import Exporter, ExportJob, Platform
 from flagcore.contracts.exchange import ANY_HOST
 from flagcore.domain.files import writable
@@ -148,9 +148,9 @@ def _files(
     return files, job.launch.missing if job.launch.sample else ""
 
 
-def first_target(snapshot: Snapshot, candidate: Candidate) -> str:
+def first_target(opened: OpenedSpec, candidate: Candidate) -> str:
     """Return the first target that accepts a candidate without options, the engine first. Empty if none does."""
-    work = snapshot.task.spec.work
+    snapshot, work = snapshot_of(opened), opened.problem.task.spec.work
     with TemporaryDirectory() as folder, suppress(FlagError):
         require_startable(snapshot.problem, candidate, elsewhere=True)
         if work.has_steps and work.command is None:  # raises if there is no program, for any target

@@ -44,7 +44,10 @@ def discover(spec: Spec, plugins: LoadedPlugins, engine_version: str | None = No
     groups, supports = [], []
     for key, requested in zip(keys, requests, strict=True):
         chip = named.get(key) or best_chip(vendor_devices, plugins, engine)
-        support = _require_support(chip, plugins, engine, engine_version)
+        support = plugins.engine_support(chip, engine, engine_version)
+        if support.support in (Support.IMPOSSIBLE, Support.NOT_YET):
+            reason = f"{support.support.value}; {support.reason}".rstrip("; ")
+            raise NoDevice(_("{engine} does not run on {chip}: {why}", engine=engine, chip=chip.name, why=reason))
         chip = with_network(plugins.measured_chip(chip), requested.nic_bytes_per_second, requested.nic_latency_seconds)
         several_hosts = bool(spec.cluster.groups) or requested.nodes > 1
         if several_hosts and chip.nic_bytes_per_second is None and not support.shared_devices:
@@ -61,14 +64,6 @@ def discover(spec: Spec, plugins: LoadedPlugins, engine_version: str | None = No
         joint_support = replace(joint_support, notes=(*joint_support.notes, note))
     cluster = Cluster(groups=tuple(groups))
     return Hardware(cluster=cluster, supports=tuple(supports), support=joint_support, devices=devices)
-
-
-def _require_support(chip: Chip, plugins: LoadedPlugins, engine: str, engine_version: str | None) -> EngineSupport:
-    support = plugins.engine_support(chip, engine, engine_version)
-    if support.support in (Support.IMPOSSIBLE, Support.NOT_YET):
-        reason = f"{support.support.value}; {support.reason}".rstrip("; ")
-        raise NoDevice(_("{engine} does not run on {chip}: {why}", engine=engine, chip=chip.name, why=reason))
-    return support
 
 
 def _join_supports(supports: Sequence[EngineSupport], chips: Sequence[str]) -> EngineSupport:

@@ -94,7 +94,7 @@ class Arrivals(Sequences):
         if not ends or arrival != self.group_arrival:
             ends.append(max(ends[-1] if ends else 0.0, arrival))
             self.group_arrival = arrival
-        ends[-1] += self.overheads.entry
+        ends[-1] += self.entry
         request.group = len(ends) - 1
         self.ready_s = -1.0
 
@@ -102,12 +102,12 @@ class Arrivals(Sequences):
         """Return the time at which the next request is tokenized. One thread tokenizes all requests in order."""
         request = self.entered[self.next]
         free = max(self.parse_ends[request.group], self.tokenized)
-        return free + self.overheads.prompt_token * request.prompt + request.read
+        return free + self.prompt_token * request.prompt + request.read
 
     def _ready_time(self) -> float:
         if self.ready_s < 0.0:
             is_there = self.next < len(self.entered)
-            self.ready_s = self._tokenized_time() + self.overheads.request if is_there else inf
+            self.ready_s = self._tokenized_time() + self.request if is_there else inf
         return self.ready_s
 
     def _take(self) -> Request:

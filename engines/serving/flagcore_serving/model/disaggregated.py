@@ -154,7 +154,7 @@ class Disaggregated(Simulation):
         return ready[0][0] if ready else inf
 
     def _ready_time(self) -> float:
-        return self._next_done() + self.overheads.request
+        return self._next_done() + self.request
 
     def _receive(self) -> None:
         self._arrive()

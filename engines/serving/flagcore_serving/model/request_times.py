@@ -53,7 +53,7 @@ class RequestTimes:
             [each.first for each in requests],
             [each.end for each in requests],
         )
-        prompts, outputs, sent, first, end = (np.array(column, dtype=np.float64) for column in columns)
+        prompts, outputs, sent, first, end = (np.fromiter(column, np.float64, len(column)) for column in columns)
         return cls(
             ttft=first - sent,
             e2e=end - sent,

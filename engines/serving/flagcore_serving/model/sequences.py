@@ -105,7 +105,7 @@ class Sequences:
         *("lag", "gain", "made", "now", "known", "held", "stalled", "used", "freed", "link", "promised", "joined"),
         *("step", "running", "offset", "finish", "tickets", "turn", "others", "grown", "resting", "free", "groups"),
         *("idle_s", "steady", "growth", "marks", "periods", "members", "calls", "receive", "since", "front", "parts"),
-        *("falls", "least", "reserved", "restored", "taken"),
+        *("entry", "falls", "least", "prompt_token", "request", "reserved", "restored", "taken"),
     )
 
     def __init__(self, price: Price) -> None:
@@ -117,6 +117,9 @@ class Sequences:
         self.falls: float = self.overheads.falls * scale
         self.least: float = self.overheads.least * scale
         self.reserve = self.restored
+        self.entry: float = self.overheads.entry
+        self.request: float = self.overheads.request
+        self.prompt_token: float = self.overheads.prompt_token
         self.prefix, self.capacity = self.lane.shared_prefix, self.lane.cache_tokens
         self.beside, self.block = self.lane.block - 1.0 + self.lane.fixed, 1
         self.is_closed, self.phases, self.holders = False, list[int](), dict[int, int]()

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
@@ -38,7 +39,7 @@ class EngineArgs(NamedTuple):
 P = TypeVar("P", bound="Program")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """An engine's command, flags, knobs and overheads.
 
@@ -71,8 +72,7 @@ class Program:
     - `reserved`: flags that the user cannot set, each with the reason.
     - `flag_files`, `flag_fields`: files of the engine's source that contain its flags as literals, or as fields of a
       class. Flags are not checked if both are empty.
-    - `settings`: the classes of flags and environment variables, from `settings.yaml`.
-    - `flags`: all flags of the newest known release; empty if they are not known.
+    - `package`: the package of the engine.
     - `removed`: by release, the flags that it no longer has, each with its successor or an empty string. The release is
       empty if it is not known.
     - `moved`: by knob, the words that a package of its own has since a release: this release, and the package.
@@ -83,9 +83,10 @@ class Program:
     - `defaults`: the engine's own values of knobs that are not set.
     - `schemes`: the scheme of speculation (job.SCHEMES) of words of its knob. `draft_flag`: the flag of a draft model.
     - `forbidden`: combinations of values that the engine rejects, by name of the rule (see `rules.forbidden`).
-    - `by_knob`, `by_flag`: knobs by name, and by the names of their flags. `known`: the flags of all known releases.
+    - `by_knob`, `by_flag`: knobs by name, and by the names of their flags.
     """
 
+    package: str
     title: str
     program: Sequence[str]
     knobs: tuple[Knob, ...]
@@ -117,8 +118,6 @@ class Program:
     reserved: Mapping[str, str] = field(default_factory=lambda: RESERVED_FLAGS)
     flag_files: Sequence[str] = ()
     flag_fields: Sequence[str] = ()
-    settings: Settings = field(default_factory=Settings)
-    flags: frozenset[str] = frozenset()
     removed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     moved: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     overheads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -131,10 +130,8 @@ class Program:
     forbidden: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     by_knob: dict[str, Knob] = field(default_factory=dict, init=False)
     by_flag: dict[str, list[tuple[Knob, Flag]]] = field(default_factory=dict, init=False)
-    known: set[str] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
-        self.known.update(self.flags, *self.removed.values())
         for knob in self.knobs:
             self.by_knob[knob.name] = knob
             for flag in knob.flags:
@@ -155,22 +152,37 @@ class Program:
         defaults = {name: row.pop("default") for name, row in knob_rows.items() if "default" in row}
         reserved = RESERVED_FLAGS | data.pop("reserved")
         table = knobs.read(knob_rows, {**knobs.AUTOS, **(autos or {})})
-        settings = read_settings(package)
-        flags = {name for name in settings.names if name == name.lower()}
-        if flags:
-            of_knobs = {strip_dashes(word) for knob in table for flag in knob.flags for word in (flag.name, flag.off)}
-            names = {knob.name.replace("_", "-") for knob in table}
-            flags |= {*of_knobs, *names, *reserved, *data.get("digit_flags", ""), *data.get("model_flags", ())}
-            flags -= {"", *chain.from_iterable(data.get("removed", {}).values())}
         return cls(
             knobs=table,
             word_releases=releases,
             defaults=defaults,
             reserved=reserved,
-            settings=settings,
-            flags=frozenset(flags),
+            package=package,
             **data,
         )
+
+    @property
+    def settings(self) -> Settings:
+        """The classes of flags and environment variables, from `settings.yaml`, which many plans do not need."""
+        return read_settings(self.package)
+
+    @cached_property
+    def flags(self) -> frozenset[str]:
+        """All flags of the newest known release; empty if they are not known."""
+        flags = {name for name in self.settings.names if name == name.lower()}
+        if flags:
+            of_knobs = {
+                strip_dashes(word) for knob in self.knobs for flag in knob.flags for word in (flag.name, flag.off)
+            }
+            names = {knob.name.replace("_", "-") for knob in self.knobs}
+            flags |= {*of_knobs, *names, *self.reserved, *self.digit_flags, *self.model_flags}
+            flags -= {"", *chain.from_iterable(self.removed.values())}
+        return frozenset(flags)
+
+    @cached_property
+    def known(self) -> frozenset[str]:
+        """The flags of all known releases."""
+        return self.flags.union(*self.removed.values())
 
     def code(self, name: str, value: KnobValue) -> int:
         """Return the integer that represents a value in the column of the knob `name`."""
@@ -408,7 +420,8 @@ class Program:
             yield from self.effects(name, value, f"serve.engine_args.{name}")
         if self.text_only(spec):
             yield Unmodelled(name="model.vision_config", why="")  # the vision tower is not loaded
-        yield from self.settings.of_environment(spec)
+        if any(spec.variables):
+            yield from self.settings.of_environment(spec)
 
     def text_only(self, spec: Spec) -> bool:
         """Return whether the flags of a spec leave out the vision tower."""
