@@ -201,9 +201,13 @@ def test_experts_that_are_not_split_have_groups_of_their_own_since_0_19(release:
         ({"cp_comm_type": "a2a"}, "0.19.0", {"stores_core_copy": True}),
         ({"optimizer": "muon"}, "0.17.0", {"whole_matrices": False}),
         ({"optimizer": "muon"}, "0.18.0", {"whole_matrices": True}),
-        ({"cross_entropy_loss_fusion": True}, None, {"cross_entropy_fusion": True, "in_place_loss": False}),
-        ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, None, {"in_place_loss": True}),
-        ({"cross_entropy_fusion_impl": "te"}, None, {"in_place_loss": False}),
+        ({"cross_entropy_loss_fusion": True}, None, {"in_place_loss": False, "copied_loss": True}),
+        (
+            {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
+            None,
+            {"in_place_loss": True, "copied_loss": False},
+        ),
+        ({"cross_entropy_fusion_impl": "te"}, None, {"in_place_loss": False, "copied_loss": False}),
     ],
 )
 def test_what_a_release_keeps_depends_on_it(

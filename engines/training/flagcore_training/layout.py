@@ -80,11 +80,12 @@ class Options:
     fewer than 16 bits, `wide_layers` is the number of layers in 16 bits, and with `wide_mtp`, multi-token prediction is
     in 16 bits. The products of `wide_modules` are in 16 bits in all layers, those of `mxfp8_modules` in MXFP8;
     `Training.precision_of` lists the names (and "head"). With `frees_mtp_logits`, the logits of multi-token prediction
-    are freed before those of the model are computed. With `in_place_loss`, the loss works in place on 16-bit logits.
-    With `tiled_loss`, backward computes the head again, on tiles of its logits. With `host_activations`, plain layers
-    without stages keep what autograd stores on the host until backward. They run head and loss on `loss_parts` parts of
-    the tokens, one after another. With `rope_fusion`, transformer-engine's layers rotate queries and keys by one
-    kernel. With `one_by_one`, other operations on the sequences of a pack run on each of them.
+    are freed before those of the model are computed. With `in_place_loss`, the loss works in place on 16-bit logits;
+    with `copied_loss`, its backward copies the fp32 probabilities. With `tiled_loss`, backward computes the head again,
+    on tiles of its logits. With `host_activations`, plain layers without stages keep what autograd stores on the host
+    until backward. They run head and loss on `loss_parts` parts of the tokens, one after another. With `rope_fusion`,
+    transformer-engine's layers rotate queries and keys by one kernel. With `one_by_one`, other operations on the
+    sequences of a pack run on each of them.
     """
 
     schedule: str | None = None
@@ -147,6 +148,7 @@ class Options:
     host_activations: bool = False
     loss_parts: float = 1.0
     in_place_loss: bool = False
+    copied_loss: bool = False
     wide_layers: int = 0
     wide_mtp: bool = False
     wide_modules: frozenset[str] = frozenset()

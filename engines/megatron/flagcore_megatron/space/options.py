@@ -108,6 +108,7 @@ def options(task: Task) -> Options:
     share, offloads = settings.get("optimizer_offload_fraction", 1.0), "fine_grained_activation_offloading"
     fp8_attention, version = settings.get("fp8_dot_product_attention"), release(task.spec)
     cp_comm, is_emerging = str(settings["cp_comm_type"]), is_emerging_optimizer(settings)
+    loss = (settings.get("cross_entropy_fusion_impl") or "native") if settings.get(LOSS_FUSION) else None
     narrow_head = settings.get("fp8_output_proj") and precision(train, settings) == "mxfp8"
     fields: dict[str, Any] = {name: bool(settings.get(key)) for name, key in TABLES["switches"].items()}
     # an iteration whose experts have no fixed size is a graph only with fused ones (0.18 `transformer_config.py`)
@@ -148,7 +149,8 @@ def options(task: Task) -> Options:
         routing_spread=NATURAL_SPREAD * bool(is_natural(task.spec, settings)),
         cp_comm=cp_comm,
         stores_core_copy="a2a" in cp_comm or (cp_comm == "all_gather" and not in_versions(NO_CORE_COPY_SINCE, version)),
-        in_place_loss=settings.get("cross_entropy_fusion_impl") == "te" and bool(settings.get(LOSS_FUSION)),
+        in_place_loss=loss == "te",
+        copied_loss=loss == "native",
         wide_layers=_wide_layers(settings),
         wide_modules=words(settings.get("modules_in_bf16")),
         # the output head: megatron-core 0.18 `fp8_utils.py`

@@ -71,7 +71,10 @@ def check_symbols(text: str, key: str, release: str | None = None) -> str:
     known = "".join(each for each, versions in SYMBOLS.items() if in_versions(versions, release))
     if wrong := sorted({*text} - {*known}):
         problem = f"has {wrong[0]!r}, which megatron-core{f' {release}' if release else ''} does not read"
-        raise SpecError(key=key, value=text, problem=problem, fix=f"use the symbols {' '.join(known)}")
+        fix = f"use the symbols {' '.join(known)}"
+        if wrong[0] in "".join(SYMBOLS):
+            fix += ", or set train.engine_version to the release that reads it"
+        raise SpecError(key=key, value=text, problem=problem, fix=fix)
     if len({*text.split("/")[1:]}) > 1:
         raise SpecError(key=key, value=text, problem="has different depths", fix="repeat the same letters after each /")
     return text

@@ -105,7 +105,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no graphs": ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"}, {"graphs": frozenset()}),
     "switches": (
         {**dict.fromkeys(SWITCHES, True), "overlap_p2p_comm": False, "delay_wgrad_compute": True},
-        {**dict.fromkeys(SWITCHES.values(), True), "overlap_p2p_comm": False},
+        {**dict.fromkeys(SWITCHES.values(), True), "copied_loss": True, "overlap_p2p_comm": False},
     ),
 }
 OFFLOADS = {"fine_grained_activation_offloading": True}

@@ -295,7 +295,8 @@ def head(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
 
     The loss stores fp32 probabilities. At its peak, the 16-bit logits are allocated as well. In backward the 16-bit
     gradient replaces them while the gradients of input and weight are computed. megatron-core's own fused loss stores
-    as much (`fused_cross_entropy.py`, core_v0.16 to 0.20); transformer-engine's works in place on the logits before
+    as much (`fused_cross_entropy.py`, core_v0.16 to 0.20), but its backward, compiled by torch, changes a copy of the
+    probabilities (`copied_loss`; inductor of torch 2.13). transformer-engine's works in place on the logits before
     release 2.19, which copies them first: one more tensor of logits at the peak of forward, not included. Until the
     loss is done, autograd keeps the result of a soft cap's tanh (Megatron-Bridge @067f987d `gemma/modeling_gemma4.py`).
     Unless they were freed, the logits of the last depth of multi-token prediction are still allocated.
@@ -353,4 +354,5 @@ def _logits(train: Training, layout: Layout, sizes: Sizes) -> _Logits:
         return _Logits(logits, logits + capped, np.zeros_like(logits), gradient_work)
     fp32_logits = 4.0 * vocab * sizes.tokens
     half_logits, work = logits * (train.value_bytes == 2), gradient_work + logits - fp32_logits
-    return _Logits(logits, fp32_logits + capped, half_logits, np.maximum(half_logits, work))
+    backward = np.maximum(half_logits + fp32_logits * train.options.copied_loss, work)
+    return _Logits(logits, fp32_logits + capped, half_logits, backward)
