@@ -174,7 +174,7 @@ def patience(text: str) -> Iterator[Callable[[], None]]:
 
     Yields a function that ends this.
     """
-    timer = _Repeated(SILENT_S, lambda passed_s: say(f"{text} ..." + f" {passed_s} s" * bool(passed_s)))
+    timer = _Repeated(SILENT_S, lambda passed_s: say(f"{text} ..." + f" {SILENT_S + passed_s:g} s" * bool(passed_s)))
     timer.daemon = True
     if not is_quiet():
         timer.start()
@@ -185,7 +185,7 @@ def patience(text: str) -> Iterator[Callable[[], None]]:
 
 
 class _Repeated(threading.Timer):
-    """A timer, beside which `predict` may fork, that goes on until it is cancelled. Calls with the seconds passed."""
+    """A timer, beside which `predict` may fork, that repeats until cancelled. Calls with seconds since its first."""
 
     def run(self) -> None:
         for passed_s in itertools.count(0, AGAIN_S):

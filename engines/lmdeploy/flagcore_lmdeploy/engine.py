@@ -107,7 +107,7 @@ class Lmdeploy(ServingEngine):
             graph_tokens=np.where(pytorch & (values[EAGER] == 0), GRAPH_TOKENS, 0),
             cache_bytes=cache,
             state_share=states,
-            state_slots=np.full(batch.shape, _states(task.spec.model, element_bytes=2) / own),
+            state_slots=np.full(batch.shape, (_states(task.spec.model, element_bytes=2) or 1.0) / own),
         )
 
     def server(self, task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:

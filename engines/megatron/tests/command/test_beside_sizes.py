@@ -81,7 +81,12 @@ def test_routers_without_normalized_weights_choose_after_the_softmax() -> None:
 
 
 def test_what_is_not_known_is_said() -> None:
-    for name in ("google/gemma-3-4b-pt", "Qwen/Qwen3-30B-A3B-Instruct-2507", "openai/gpt-oss-20b"):
+    for name in (
+        "google/gemma-3-4b-pt",
+        "Qwen/Qwen2.5-72B-Instruct",
+        "Qwen/Qwen3-30B-A3B-Instruct-2507",
+        "openai/gpt-oss-20b",
+    ):
         assert name in effective(public_model(name))[1]
     found, lacks = effective(public_model("Qwen/Qwen3.5-35B-A3B"), "0.14.0")
     assert "--moe-shared-expert-gate" in lacks

@@ -114,16 +114,16 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
         own, at_most = (rows * token_bytes(draft.model, alone, each, **kept) for each in (serving.tokens, longest))
         cache, token, longest_token = cache + cells * own, token + own, longest_token + at_most
     state = _state_bytes(model, settings, recurrent=True)
-    aside = (settings.state_share > 0.0) & (state > 0.0)
+    aside = (settings.state_share > 0.0) & (state > 0.0) & ~np.isinf(cache)  # a cache without limit has no parts
     token = np.where(aside, token - state / tokens, token)
     longest_token = np.where(aside, longest_token - state / np.maximum(longest, 1.0), longest_token)
-    states = settings.state_share * np.where(aside, np.maximum(cache, 0.0), 0.0)  # a cache without limit: inf
+    states = settings.state_share * np.where(aside, np.maximum(cache, 0.0), 0.0)
     each, verified = np.where(aside, state, 1.0), np.where(settings.drafted > 0, 1.0 + settings.drafted, 0.0)
     slots = (states / each - verified - (verified > 0.0)) / (1.0 + verified / settings.state_slots)
     sequences = np.where(aside, np.maximum(np.floor(slots / settings.state_slots), 0.0), np.inf)
     used = np.floor(slots) + 1.0 + verified * (np.minimum(running, sequences) + 1.0)
     states = np.where(aside & (verified > 0.0), np.minimum(each * used, states), states)
-    cache = np.where(aside, cache - states, cache)
+    cache = cache - states
     block = np.where(settings.block_bytes > 0.0, settings.block_bytes, 1.0)
     whole = np.where(settings.block_bytes > 0.0, np.floor(cache / block) * block, cache) * settings.data
     growing = token - sequence / tokens

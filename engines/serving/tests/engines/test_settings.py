@@ -263,7 +263,7 @@ def test_graphs_of_attention_ranks_take_what_the_engine_reserves_for_them() -> N
 def test_a_baseline_that_does_not_fit_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(V3))
     layouts = {"tensor_model_parallel_size": [8], "decode_context_parallel_size": [1, 2], "max_num_seqs": [16, 64]}
-    found = estimate(str(tmp_path), "H20", 8, layouts, engine_args={"max-model-len": 163840})
+    found = estimate(str(tmp_path), "H20", 8, layouts, engine_args={"max-model-len": 131072})
     assert found.baseline["memory"]["fits"]
     assert "baseline" in found.unmet
 

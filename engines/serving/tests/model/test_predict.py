@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_models.catalogue import public_model
 from flagcore_models.layers import parameters
 from flagcore_serving.job import Load, ServeSpec
 from flagcore_serving.model import candidates, request_times, simulated_load
@@ -31,7 +32,7 @@ from flagcore.domain.metrics import LATENCIES, RATES, STATISTICS
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.spec import ClusterSpec, Spec, Task, figure_name, seconds
-from flagcore.physics.roofline import Roofline
+from flagcore.physics.roofline import PlainMemory, Roofline
 from tests.product.serving_inputs import CHIP, DENSE, EXPERTS, LATENT, SOURCE, costs, settings
 
 LOAD = Load(input_len=1024, output_len=128, concurrency=32, num_prompts=64)
@@ -332,6 +333,16 @@ def test_a_chip_without_facts_has_memory_predictions_but_no_times() -> None:
     found = predict(task(), settings(), bare)
     assert np.isnan(found.step_time_s).all()
     assert found.static_bytes[0] > 16e9
+
+
+def test_a_cache_without_a_limit_sets_no_part_aside_for_states() -> None:
+    unlimited = replace(costs(), memory=replace(PlainMemory.of(task().cluster.groups[0]), capacity=None))
+    shared, apart = (
+        predict(task(model=public_model("Qwen/Qwen3.5-4B")), settings(state_share=share), unlimited)
+        for share in (0.0, 0.5)
+    )
+    assert np.isfinite(shared.device_used_bytes).all()
+    assert shared.device_used_bytes == pytest.approx(apart.device_used_bytes)
 
 
 def test_weights_in_an_unsupported_format_are_read_unchanged() -> None:
