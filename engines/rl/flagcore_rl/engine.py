@@ -30,9 +30,9 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, KnobValue, Rule
 from flagcore.domain.spec import AUTO, ImportNote, Spec, Task
 from flagcore.domain.trial import Answers, Measurement
-from flagcore.errors import FlagError, SpecError
+from flagcore.errors import FlagError, LaunchError, SpecError
 from flagcore.i18n import N_, _
-from flagcore.spec.plain_data import package_yaml
+from flagcore.spec.plain_data import Notes, package_yaml
 from flagcore_rl import commands, importing
 from flagcore_rl.commands import dialect_of
 from flagcore_rl.importing import Reading
@@ -328,6 +328,16 @@ class RlEngine(Engine):
             found |= {"processes": ranks, "accumulated": work.optimizer_samples // each}
             if read.value("steps_per_generation"):
                 found["steps_per_generation"] = work.step_samples // each
+            return found
+        own, apart = importing.cluster_of(read, Notes())
+        groups = task.cluster.groups
+        now = {"nodes": sum(each.nodes for each in groups), "devices_per_node": groups[0].devices_per_node}
+        if own["devices_per_node"] not in (AUTO, now["devices_per_node"]) or own["nodes"] != now["nodes"]:
+            if apart or "more_instances" in read.keys:  # other numbers of the command depend on them
+                sizes = [" x ".join(str(each[name]) for name in now) for each in (own, now)]
+                text = f"the command is for {sizes[0]} devices, and the plan for {sizes[1]}"
+                raise LaunchError(f"{text}: change the command, and import it again")
+            found |= now
         return found
 
     def _of_trial(self, task: Task, folder: str) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def spec_of(
     notes, read = Notes(), Reading(name, start.words, directory)
     text = " ".join(start.words)
     section = model_of(model, [read.value("model")], directory, notes)
-    cluster, rollout_devices = _cluster(read, notes)
+    cluster, rollout_devices = cluster_of(read, notes)
     for key in (key for key, value in read.dialect.refused.items() if read.given.get(key) == value):
         problem, fix = (
             "generates no answers: it is no reinforcement learning",
@@ -268,7 +268,7 @@ def _longest(read: Reading) -> tuple[int, int]:
     return prompt, answer or max(whole - prompt, 1)
 
 
-def _cluster(read: Reading, notes: Notes) -> tuple[dict[str, Any], int]:
+def cluster_of(read: Reading, notes: Notes) -> tuple[dict[str, Any], int]:
     """Return the section `cluster`, and the number of devices that only generate answers, or 0."""
     nodes = read.number("nodes") or 1
     per_node = read.number("devices_per_node") or read.number("processes")

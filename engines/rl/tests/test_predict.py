@@ -443,6 +443,26 @@ def test_a_rollout_that_differs_more_from_the_trainer_than_the_baselines_has_oth
         engine.answers(None, "changes", silent, base)
 
 
+VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=Qwen/Qwen3-0.6B "
+
+
+@pytest.mark.parametrize("one_step_off", [False, True])
+def test_a_command_gets_the_devices_of_the_plan(folder: Path, one_step_off: bool) -> None:
+    words = VERL + "trainer.nnodes=1 trainer.n_gpus_per_node=4"
+    if one_step_off:
+        words = words.replace("verl.trainer.main_ppo", "verl.experimental.one_step_off_policy.main_ppo")
+        words += " rollout.nnodes=1 rollout.n_gpus_per_node=4"
+    data = spec_of({"text": words}, folder).data
+    platform = planned({**data, "cluster": {"chip": "H100-SXM", "nodes": 4, "devices_per_node": 8}})
+    candidate = Candidate.of(data["auto_tuner"]["baseline"])
+    if one_step_off:  # the nodes of each role would have to be chosen
+        with pytest.raises(LaunchError, match="4 x 8"):
+            find_engine("verl", "rl.engine").launch(platform, candidate, "out")
+        return
+    argv = find_engine("verl", "rl.engine").launch(platform, candidate, "out").argv
+    assert {"trainer.nnodes=4", "trainer.n_gpus_per_node=8"} < {*argv}
+
+
 def test_processes_need_a_launcher(folder: Path) -> None:
     words = "python train.py --num_generations 4 --per_device_train_batch_size 4 --model_name_or_path Qwen/Qwen3-0.6B"
     data = spec_of({"text": words}, folder).data

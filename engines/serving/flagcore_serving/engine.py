@@ -103,7 +103,7 @@ class ServingPlans(Plans):
         )
         text = N_(
             "its cache of ~{have:.4g} GiB is too small for a request of the longest context, which needs ~{need:.4g}: "
-            "give the cache more memory, or shorten the context to ~{tokens:,.0f} tokens"
+            "give the cache more memory, or set auto_tuner.baseline.context_len to at most ~{tokens:,.0f}"
         )
         text = of_states if figures.get("kv_cache_state_bytes") else text
         return _(text, have=cache / 2**30, need=least / 2**30, tokens=figures["kv_cache_tokens"])

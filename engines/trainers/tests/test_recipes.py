@@ -445,6 +445,39 @@ def test_a_kept_command_is_exported_with_the_values_of_a_candidate(
             engine.launch(platform, other, str(folder), for_real=True)
 
 
+@pytest.mark.parametrize(
+    ("words", "nodes", "start"),
+    [
+        ("swift sft --model Qwen/Qwen3-4B --deepspeed zero2 --max_length 99", 1, "env NPROC_PER_NODE=4 swift sft"),
+        ("NPROC_PER_NODE=2 swift sft --model Qwen/Qwen3-4B --max_length 99", 1, "env NPROC_PER_NODE=4 swift sft"),
+        ("NPROC_PER_NODE=4 swift sft --model Qwen/Qwen3-4B --max_length 99", 1, "swift sft"),
+        ("accelerate launch --num_processes 2 trl sft --model_name_or_path Qwen/Qwen3-4B --max_length 99", 2, "8 trl"),
+        (
+            "python sft.py --model_name_or_path Qwen/Qwen3-4B --dataset_name a --max_length 99 --deepspeed zero.json",
+            1,
+            "",
+        ),
+    ],
+)
+def test_a_kept_command_starts_a_process_on_each_device_of_the_plan(
+    folder: Path, words: str, nodes: int, start: str
+) -> None:
+    (folder / "zero.json").write_text('{"zero_optimization": {"stage": 2}}')
+    data = read_command(None, [words], chip="H100-SXM").data
+    data["cluster"] |= {"nodes": nodes, "devices_per_node": 4}
+    data["train"]["global_batch_size"] = 16
+    platform = planned({**data, "auto_tuner": {}})
+    neutral = {knob.name: knob.neutral for knob in platform.engine.knobs}
+    candidate = Candidate.of({**neutral, **data["auto_tuner"]["baseline"], "micro_batch_size": 1})
+    if not start:
+        with pytest.raises(LaunchError, match="accelerate launch"):
+            platform.engine.launch(platform, candidate, str(folder), for_real=True)
+        return
+    argv = platform.engine.launch(platform, candidate, str(folder), for_real=True).argv
+    assert f"{start} " in f"{' '.join(argv)} "
+    assert [each for each in argv if each.startswith("NPROC")] == [each for each in start.split() if "NPROC" in each]
+
+
 def test_a_plan_without_a_command_is_not_exported(folder: Path) -> None:
     (folder / "own.yaml").write_text(AXOLOTL)
     data = read_command(None, ["own.yaml"], chip="H100-SXM").data

@@ -5,6 +5,7 @@ Nothing of the user's is written. Trials do not start the commands of fine-tunin
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from itertools import pairwise
@@ -17,7 +18,7 @@ from flagcore_importers.dialect import SUFFIXES, files_of, flat, name_of, placed
 from flagcore.domain.files import replace as write_file
 from flagcore.domain.launch import Launch
 from flagcore.domain.space import KnobValue
-from flagcore.domain.spec import Spec
+from flagcore.domain.spec import ClusterSpec, Spec
 from flagcore.errors import LaunchError
 from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import dump_yaml
@@ -83,9 +84,37 @@ def launch(
             if isinstance(read.given.get(name_of(key)), str):
                 value = "FULL_SHARD" if value else "SHARD_GRAD_OP"
         settings[key.lstrip("!")] = "none" if value is None and name in read.defaults else value
+    ranks = _ranks(read, spec.cluster)
+    settings |= {name: number for name, number in ranks.items() if name in read.given}
     words = _changed(read, settings, folder)
     words = of_each_host(words, is_started=spec.on_each_host) if spec.cluster.nodes > 1 else words
-    return Launch(argv=words, folder=folder, directory=spec.train.directory)
+    variables = [f"{name.upper()}={number}" for name, number in ranks.items() if name not in read.given]
+    return Launch(argv=(*["env"][: len(variables)], *variables, *words), folder=folder, directory=spec.train.directory)
+
+
+def _ranks(read: Reading, cluster: ClusterSpec) -> dict[str, int]:
+    """Return the keys and variables (in lower case) of hosts and ranks whose numbers are not those of the cluster.
+
+    Raises LaunchError if the command starts one process, and nothing tells it to start more.
+    """
+    if not cluster.devices_per_node:
+        return {}
+    total = cluster.nodes * cluster.devices_per_node
+    numbers = {"per_node": cluster.devices_per_node, "processes": total, "nodes": cluster.nodes}
+    found = dict[str, int]()
+    for meaning, number in numbers.items():
+        for name, value in read.found(meaning).items():
+            text = str(value[0] if isinstance(value, list) and value else value)
+            found |= {name: number} if text.isdecimal() and int(text) != number else {}
+    is_alone = re.search(read.row.get("alone", "$^"), read.text) and not read.found("per_node") | read.found(
+        "processes"
+    )
+    if is_alone and cluster.devices_per_node > 1:
+        if not (variable := read.row.get("ranks")):
+            text = f"{read.words[0]} starts one process, and the plan has {total} devices"
+            raise LaunchError(f"{text}: start the command with accelerate launch, and import it again")
+        found[variable] = cluster.devices_per_node
+    return found
 
 
 def _changed(read: Reading, settings: Mapping[str, Any], folder: str) -> tuple[str, ...]:

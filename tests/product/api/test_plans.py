@@ -440,7 +440,7 @@ def test_a_fixed_cache_that_is_too_small_is_not_said_to_need_the_memory_of_the_d
     with pytest.raises(NothingFits) as raised:
         api.estimate({**data, "auto_tuner": tuner})
     assert " of 79.65 GiB" not in str(raised.value)
-    assert "shorten the context" in str(raised.value)
+    assert "auto_tuner.baseline.context_len" in str(raised.value)
 
 
 def test_the_fastest_is_recommended_also_if_it_is_the_baseline_beside_the_space_of_the_engine() -> None:
