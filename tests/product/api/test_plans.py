@@ -433,6 +433,7 @@ def test_a_slower_candidate_is_not_called_the_fastest_where_only_it_is_listed() 
     assert texts[0] == texts[1]
 
 
+@pytest.mark.costly
 def test_a_fixed_cache_that_is_too_small_is_not_said_to_need_the_memory_of_the_device() -> None:
     work = {"engine": "vllm", "engine_args": {"kv-cache-memory-bytes": "1G"}, "profile": {"input_len": 256}}
     data = {"model": "Qwen/Qwen3-0.6B", "cluster": {"chip": "H100-SXM", "devices_per_node": 1}, "serve": work}

@@ -72,7 +72,7 @@ class Program:
     - `reserved`: flags that the user cannot set, each with the reason.
     - `flag_files`, `flag_fields`: files of the engine's source that contain its flags as literals, or as fields of a
       class. Flags are not checked if both are empty.
-    - `package`: the package of the engine.
+    - `package`: the engine's package, which has a `settings.yaml`. Without one, all flags and variables are unknown.
     - `removed`: by release, the flags that it no longer has, each with its successor or an empty string. The release is
       empty if it is not known.
     - `moved`: by knob, the words that a package of its own has since a release: this release, and the package.
@@ -86,7 +86,6 @@ class Program:
     - `by_knob`, `by_flag`: knobs by name, and by the names of their flags.
     """
 
-    package: str
     title: str
     program: Sequence[str]
     knobs: tuple[Knob, ...]
@@ -115,6 +114,7 @@ class Program:
     expert_switch: str = ""
     packages: Sequence[str] = ()
     releases: str = ""
+    package: str = ""
     reserved: Mapping[str, str] = field(default_factory=lambda: RESERVED_FLAGS)
     flag_files: Sequence[str] = ()
     flag_fields: Sequence[str] = ()
@@ -164,7 +164,7 @@ class Program:
     @property
     def settings(self) -> Settings:
         """The classes of flags and environment variables, from `settings.yaml`, which many plans do not need."""
-        return read_settings(self.package)
+        return read_settings(self.package) if self.package else Settings()
 
     @cached_property
     def flags(self) -> frozenset[str]:
