@@ -66,11 +66,9 @@ WINDOWS_BY_REQUEST_SINCE = (0, 5, 17)
 def compressed_token_bytes(model: Model, args: Mapping[str, EngineArg], element_bytes: float, ring: int) -> float:
     """Return the bytes of all layers that SGLang 0.5.16 counts for a token of a model with compressed attention: its
     share of the compressed keys, and of the windows' keys and compressors' states in fp32, for a tenth of the tokens.
-
-    The states of layers that compress 128 tokens, up to 10 MB for each running request, are not counted. Source: 0.5.16
-    `model_executor/pool_configurator.py` (DSV4PoolConfigurator), `arg_groups/overrides.py`.
+    Source: 0.5.16 `model_executor/pool_configurator.py` (DSV4PoolConfigurator), `arg_groups/overrides.py`.
     """
-    ratio, total = _ratio(args, "swa-full-tokens-ratio", 0.1), 0.0
+    ratio, total = compressed_share(args), 0.0
     for mixer, number in mixer_counts(model).items():
         size = mixer.token_bytes(element_bytes)
         if isinstance(mixer, CompressedAttention):
@@ -78,6 +76,22 @@ def compressed_token_bytes(model: Model, args: Mapping[str, EngineArg], element_
             size += ratio * (mixer.head_dim * element_bytes + states)
         total += number * size
     return total
+
+
+def compressed_share(args: Mapping[str, EngineArg]) -> float:
+    """Return the tokens of compressed attention for which windows have room, relative to all tokens."""
+    return _ratio(args, "swa-full-tokens-ratio", 0.1)
+
+
+def compressor_bytes(model: Model) -> float:
+    """Return the bytes of the compressors' states of a running request: values and gates in fp32 of all tokens for a
+    key, in layers without an indexer (0.5.15 and 0.5.23 `model_executor/pool_configurator.py`:
+    _get_c128_state_fixed_bytes). With drafts they are twice as many."""
+    return sum(
+        number * each.rate * 8.0 * each.head_dim
+        for each, number in mixer_counts(model).items()
+        if isinstance(each, CompressedAttention) and not each.index_heads
+    )
 
 
 def _ratio(args: Mapping[str, EngineArg], flag: str, default: float) -> float:

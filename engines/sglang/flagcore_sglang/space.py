@@ -288,17 +288,29 @@ def _is_sparse(task: Task) -> bool:
 
 
 def _compressed_tokens(
-    task: Task, other_args: Mapping[str, EngineArg], columns: Columns, element: FloatArray
+    task: Task, other_args: Mapping[str, EngineArg], columns: Columns, element: FloatArray, running: IntArray
 ) -> dict[str, FloatArray]:
-    """Return the fields of `Settings` for the bytes of a token with compressed attention, in releases that count the
-    windows of all tokens alike."""
-    if not _is_compressed(task) or _release(task) >= pools.WINDOWS_BY_REQUEST_SINCE:
+    """Return the fields of `Settings` for the cache of compressed attention: the compressors' states of all requests
+    that may run, and in releases that count the windows of all tokens alike, the bytes of a token. There a request
+    locks the windows of its last piece of a prompt, and has a page of its answer (0.5.15 `mem_cache/common.py`:
+    free_swa_out_of_window_slots; `mem_cache/swa_radix_cache.py`: inc_lock_ref)."""
+    if not _is_compressed(task):
         return {}
+    twice = np.where(columns[SPECULATION] > 0, 2.0, 1.0)
+    fixed = (running + 2.0) * pools.compressor_bytes(task.spec.model) * twice / columns[PP].clip(1)
+    if _release(task) >= pools.WINDOWS_BY_REQUEST_SINCE:
+        return {"request_bytes": fixed}
     rings = np.where(columns[SPECULATION] > 0, pools.RINGS[1], pools.RINGS[0])
     model, pairs = task.spec.model, zip(element.tolist(), rings.tolist(), strict=True)
     token = np.array([pools.compressed_token_bytes(model, other_args, *each) for each in pairs])
     token = token / columns[PP].clip(1)
-    return {"token_bytes": token, "longest_bytes": token * _contexts(task, columns)}
+    return {
+        "request_bytes": fixed,
+        "token_bytes": token,
+        "longest_bytes": token * _contexts(task, columns),
+        "window_share": np.full_like(token, pools.compressed_share(other_args)),
+        "window_kept": np.where(columns[knobs.PREFIX] != 0, float(own_page(task)), 0.0),
+    }
 
 
 def settings(task: Task, columns: Columns) -> Settings:
@@ -324,12 +336,14 @@ def settings(task: Task, columns: Columns) -> Settings:
     family, drafted, largest = task.spec.model.family, _drafted(other_args, values), largest_graph(task) or GRAPH_TOKENS
     drafting = np.where(values[SPECULATION] > 0, np.maximum(DRAFTING_RUNNING // values[DP], 1), MIN_RUNNING)
     running = np.maximum(COMPRESSED_RUNNING // values[DP], 1) if _is_compressed(task) else drafting
+    running = np.where(values[RUNNING] > 0, np.maximum(values[RUNNING] // values[DP], 1), running)
+    window_share = np.full(ranks.shape, pools.window_share(family, other_args))
     return Settings.of(
         task,
         values,
         PROGRAM,
         devices=devices,
-        max_running=np.where(values[RUNNING] > 0, np.maximum(values[RUNNING] // values[DP], 1), running),
+        max_running=running,
         max_batched_tokens=tokens,
         block_size=page_sizes(task, values),
         fits_context=values[knobs.CONTEXT] > 0,  # a smaller pool limits requests (0.5.23 `managers/tp_worker.py`)
@@ -342,8 +356,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         cache_element_bytes=element,
         state_share=np.full(ranks.shape, pools.state_share(family, other_args)),
         state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, pools.STATE_SLOTS),
-        window_share=np.full(ranks.shape, pools.window_share(family, other_args)),
-        **_compressed_tokens(task, other_args, values, element),
+        **{"window_share": window_share, **_compressed_tokens(task, other_args, values, element, running)},
         drafted=drafted,
         drafts_held=np.full(ranks.shape, 1 if _release(task) >= DRAFTS_FIRST_SINCE else -1),
         ahead=_batches_ahead(task, other_args, values),

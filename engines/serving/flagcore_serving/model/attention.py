@@ -30,7 +30,9 @@ def mixer_seconds(
     overheads = serving.overheads
     seconds = _products(mixer, serving, settings, kernels, tokens) + overheads.attention
     if not isinstance(mixer, Attention):
-        seconds = seconds + overheads.compressed * isinstance(mixer, CompressedAttention)
+        if isinstance(mixer, CompressedAttention):
+            chooses = mixer.index_heads and serving.tokens > mixer.rate * mixer.index_top_k
+            seconds = seconds + overheads.compressed + overheads.selected * bool(chooses) * (1.0 + (tokens > 128.0))
         slower = overheads.delta_rule if isinstance(mixer, (GatedDeltaNet, KimiDeltaAttention)) else 1.0
         return seconds + slower * kernels.memory_seconds(tokens * (2.0 * mixer.moved) / settings.tensor)
     if isinstance(mixer, LatentAttention):

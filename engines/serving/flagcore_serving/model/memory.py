@@ -44,7 +44,7 @@ class ServingMemory:
       `sequence_tokens` in addition, the size of what it has whatever its length. `admission_tokens`: those that must
       also be free for its prompt to be admitted.
     - `longest_tokens`: the same in sequences of the whole context: what engines print.
-    - `sequences`: maximum number of sequences of an attention rank whose states fit, if they are set aside.
+    - `sequences`: maximum number of sequences of an attention rank whose states, or windows, fit if they have a part.
     """
 
     weights: FloatArray
@@ -100,6 +100,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     rest = settings.rest_share * (free - weights - adapters - activations - graphs)
     cache = np.where(np.isnan(settings.rest_share), budget - weights - adapters - other, rest)
     cache = np.where(np.isnan(settings.cache_bytes), cache, settings.cache_bytes)
+    cache = cache - settings.request_bytes
     kept = {"frees_windows": overheads.frees_windows, "indexes_all": overheads.indexes_all}
     tokens, sequence = np.maximum(serving.tokens, 1.0), settings.sequence_bytes
     token = token_bytes(model, settings, serving.tokens, **kept)
@@ -124,6 +125,9 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     used = np.floor(slots) + 1.0 + verified * (np.minimum(running, sequences) + 1.0)
     states = np.where(aside & (verified > 0.0), np.minimum(each * used, states), states)
     cache = cache - states
+    piece = np.where(serving.prompt > batched_tokens, 0.5 * batched_tokens, serving.prompt)  # the last one, on average
+    windows = np.floor(settings.window_share * np.maximum(cache, 0.0) / token / (piece + settings.window_kept))
+    sequences = np.where(settings.window_kept > 0.0, np.minimum(sequences, windows), sequences)
     block = np.where(settings.block_bytes > 0.0, settings.block_bytes, 1.0)
     whole = np.where(settings.block_bytes > 0.0, np.floor(cache / block) * block, cache) * settings.data
     growing = token - sequence / tokens

@@ -73,7 +73,8 @@ class Overheads:
 
     - `attention`, `ffn`: kernels of an attention layer, and of an FFN.
     - `latent`, `indexer`: additional kernels of latent attention, and of the indexer of sparse attention.
-    - `compressed`: additional kernels of compressed attention, with its indexer and the residual streams around it.
+    - `compressed`, `selected`: additional kernels of compressed attention, and of its choice of keys, if there are more
+      than it chooses: twice the time for more than 128 tokens. `streams`: of the residual streams around a part.
     - `delta_rule`: time of a gated delta rule's kernels relative to that of their memory traffic.
     - `experts`: kernels of a layer with experts, by precision of the weights.
     - `whole_experts`: additional kernels of such a layer if tensor ranks hold whole experts, by precision.
@@ -167,6 +168,8 @@ class Overheads:
     latent: float = 0.0
     indexer: float = 0.0
     compressed: float = 0.0
+    selected: float = 0.0
+    streams: float = 0.0
     delta_rule: float = 1.0
     experts: Mapping[str, float] = field(default_factory=dict)
     whole_experts: Mapping[str, float] = field(default_factory=dict)

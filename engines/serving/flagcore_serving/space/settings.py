@@ -57,7 +57,9 @@ class Settings:
     - `state_share`: share of the cache that is set aside for states of mixers; 0 if tokens and states share the cache.
     - `state_slots`: states that a running sequence occupies where they are set aside.
     - `window_share`: tokens of the cache of layers with windows relative to those of other layers, if these have a part
-      of memory each; 0 if they share it.
+      of memory each; 0 if they share it. `window_kept`: tokens of its answer for which a running sequence holds that
+      part, beside the last piece of its prompt; 0 if the part does not limit sequences.
+    - `request_bytes`: bytes of a device's cache that are set aside for the sequences that may run.
     - `on_device`: share of the layers, with the output head as one layer, that are on devices instead of the host.
     - `host_s`: seconds that the host takes for an iteration; NaN if no knob determines them.
     - `ahead`: batches that the scheduler plans ahead while the one before is computed.
@@ -130,6 +132,8 @@ class Settings:
     state_share: FloatArray
     state_slots: FloatArray
     window_share: FloatArray
+    window_kept: FloatArray
+    request_bytes: FloatArray
     on_device: FloatArray
     host_s: FloatArray
     ahead: FloatArray
@@ -224,6 +228,7 @@ USUAL: Mapping[str, float] = {
     **dict.fromkeys(("whole", "memory_fraction", "cache_bytes", "rest_share", "host_s", "direct"), math.nan),
     **dict.fromkeys(("token_bytes", "longest_bytes"), math.nan),
     **dict.fromkeys(("block_bytes", "sequence_bytes", "admission_bytes", "chunk_tokens"), 0.0),
+    **dict.fromkeys(("window_kept", "request_bytes"), 0.0),
     **dict.fromkeys(
         ("least_cache", "offloaded", "experts_on_host", "state_share", "window_share", "draft_host_s", "ahead"), 0.0
     ),

@@ -363,6 +363,16 @@ def test_windows_with_a_part_of_the_cache_have_room_for_a_share_of_the_tokens(to
     assert found[0] == pytest.approx(filled * (6 + 30 * 0.8) * 2 * 8 * 128 * 2)
 
 
+@pytest.mark.parametrize(("prompt", "piece"), [(1000.0, 1000.0), (5000.0, 1024.0)])
+def test_windows_with_a_part_of_the_cache_may_limit_the_sequences(prompt: float, piece: float) -> None:
+    """sglang 0.5.15 `swa_radix_cache.py`: a running request locks the windows of its last piece of a prompt."""
+    sizes = {"max_batched_tokens": 2048, "window_share": 0.1, "request_bytes": 2.0**30}
+    free, found = (memory(serving()._replace(prompt=prompt), window_kept=each, **sizes) for each in (0.0, 256.0))
+    assert found.cache_tokens[0] == free.cache_tokens[0] < memory(serving()).cache_tokens[0]
+    assert free.sequences[0] == inf
+    assert found.sequences[0] == found.cache_tokens[0] * 0.1 // (piece + 256)
+
+
 def test_layers_that_run_again_have_a_cache_and_no_weights() -> None:
     layers = mixed(DENSE, {"window": 1024}, 30).layers
     model = replace(DENSE, num_layers=72, layers=(*layers, *(replace(each, repeats=True) for each in layers)))
