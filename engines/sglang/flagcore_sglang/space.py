@@ -60,6 +60,8 @@ DRAFTS_FIRST_SINCE = (0, 5, 14)
 STATES_AHEAD_SINCE = (0, 5, 14)
 """The first release that does so, too, if it caches prefixes of a model with states (`server_args.py`: auto is
 `extra_buffer`, and not `no_buffer` as in 0.5.13)."""
+LOCKS_WINDOW_SINCE = (0, 5, 16)
+"""The first release in which a running request locks no more of its prompt than a window (`mem_cache/registry.py`)."""
 _MIN_POOL = 4096
 _STEPS = (20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512), (math.inf, 16384, 512, 512)
 """SGLang's defaults by memory of a device: (below this many GiB, chunked_prefill_size, largest decode graph for TP < 4,
@@ -291,9 +293,7 @@ def _compressed_tokens(
     task: Task, other_args: Mapping[str, EngineArg], columns: Columns, element: FloatArray, running: IntArray
 ) -> dict[str, FloatArray]:
     """Return the fields of `Settings` for the cache of compressed attention: the compressors' states of all requests
-    that may run, and in releases that count the windows of all tokens alike, the bytes of a token. There a request
-    locks the windows of its last piece of a prompt, and has a page of its answer (0.5.15 `mem_cache/common.py`:
-    free_swa_out_of_window_slots; `mem_cache/swa_radix_cache.py`: inc_lock_ref)."""
+    that may run, and in releases that count the windows of all tokens alike, the bytes of a token."""
     if not _is_compressed(task):
         return {}
     twice = np.where(columns[SPECULATION] > 0, 2.0, 1.0)
@@ -309,8 +309,19 @@ def _compressed_tokens(
         "token_bytes": token,
         "longest_bytes": token * _contexts(task, columns),
         "window_share": np.full_like(token, pools.compressed_share(other_args)),
-        "window_kept": np.where(columns[knobs.PREFIX] != 0, float(own_page(task)), 0.0),
     }
+
+
+def _window_kept(task: Task, columns: Columns, pages: IntArray) -> FloatArray:
+    """Return `Settings.window_kept`: with cached prefixes, a running request locks the windows of its last piece of a
+    prompt in releases before `LOCKS_WINDOW_SINCE`, and has the window of its answer, which is freed every 128
+    iterations (0.5.15 `mem_cache/swa_radix_cache.py`: inc_lock_ref; `mem_cache/common.py`:
+    free_swa_out_of_window_slots; `environ.py`)."""
+    mixers = (each.mixer for each in task.spec.model.layers)
+    window = max((getattr(each, "window", None) or 0 for each in mixers), default=0)
+    answer = float(np.mean([load.means[1] for load in task.spec.serve.loads]))
+    kept = np.minimum(np.maximum(window, pages) + 64.0, answer)
+    return np.where((columns[knobs.PREFIX] != 0) & (_release(task) < LOCKS_WINDOW_SINCE), kept, 0.0)
 
 
 def settings(task: Task, columns: Columns) -> Settings:
@@ -345,7 +356,8 @@ def settings(task: Task, columns: Columns) -> Settings:
         devices=devices,
         max_running=running,
         max_batched_tokens=tokens,
-        block_size=page_sizes(task, values),
+        block_size=(pages := page_sizes(task, values)),
+        window_kept=_window_kept(task, values, pages),
         fits_context=values[knobs.CONTEXT] > 0,  # a smaller pool limits requests (0.5.23 `managers/tp_worker.py`)
         chunked=(chunk > 0).astype(np.int64),
         mixed_chunks=(values[MIXED] > 0) & (chunk > 0),

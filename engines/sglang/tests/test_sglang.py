@@ -360,10 +360,10 @@ def test_a_token_of_compressed_attention_holds_a_tenth_of_the_windows() -> None:
     assert found[0] - found[1] == pytest.approx(0.7 * (43 * 584 + 21 * 10240 * 16 / 128))
     old, new = (
         settings(planned("sglang", model=model, engine_version=each, devices=8, weights=None))
-        for each in ("0.5.16", "0.5.23")
+        for each in ("0.5.15", "0.5.23")
     )
     assert old.token_bytes[0] < found[1]
-    assert (old.window_share[0], old.window_kept[0]) == (0.1, 256)
+    assert (old.window_share[0], old.window_kept[0]) == (0.1, 64)  # the answer has 64 tokens
     assert np.isnan(new.token_bytes[0])
     assert new.window_kept[0] == 0
     assert old.request_bytes[0] == new.request_bytes[0] == (256 + 2) * 20 * 128 * 8 * 512

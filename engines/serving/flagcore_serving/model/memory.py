@@ -101,7 +101,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     cache = np.where(np.isnan(settings.rest_share), budget - weights - adapters - other, rest)
     cache = np.where(np.isnan(settings.cache_bytes), cache, settings.cache_bytes)
     cache = cache - settings.request_bytes
-    kept = {"frees_windows": overheads.frees_windows, "indexes_all": overheads.indexes_all}
+    kept = {name: getattr(overheads, name) for name in ("frees_windows", "indexes_all", "caches_reused")}
     tokens, sequence = np.maximum(serving.tokens, 1.0), settings.sequence_bytes
     token = token_bytes(model, settings, serving.tokens, **kept)
     token = np.where(np.isnan(settings.token_bytes), token, settings.token_bytes + sequence / tokens)
@@ -127,7 +127,8 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     cache = cache - states
     piece = np.where(serving.prompt > batched_tokens, 0.5 * batched_tokens, serving.prompt)  # the last one, on average
     windows = np.floor(settings.window_share * np.maximum(cache, 0.0) / token / (piece + settings.window_kept))
-    sequences = np.where(settings.window_kept > 0.0, np.minimum(sequences, windows), sequences)
+    limits = (settings.window_kept > 0.0) & (settings.window_share > 0.0)
+    sequences = np.where(limits, np.minimum(sequences, windows), sequences)
     block = np.where(settings.block_bytes > 0.0, settings.block_bytes, 1.0)
     whole = np.where(settings.block_bytes > 0.0, np.floor(cache / block) * block, cache) * settings.data
     growing = token - sequence / tokens
@@ -231,12 +232,13 @@ def token_bytes(
     *,
     frees_windows: bool = True,
     indexes_all: bool = False,
+    caches_reused: bool = False,
 ) -> FloatArray:
     """Return the bytes per cached token on a device, averaged over a sequence of `tokens` tokens.
 
     `computed`: prompt tokens of one iteration, which a sliding window holds in addition. The latent vector is
     replicated on the tensor ranks that do not share a cache. The states of other mixers are divided among the tokens of
-    the sequence. `frees_windows`, `indexes_all`: see `Overheads`. If windows have memory of their own, a token has
+    the sequence. The last three arguments: see `Overheads`. If windows have memory of their own, a token has
     bytes in both parts, and more if sequences fill that of the windows first.
     """
     stage_layers = np.ceil(model.num_layers / settings.pipeline)
@@ -247,9 +249,10 @@ def token_bytes(
         if isinstance(mixer, Attention):
             share = mixer.cached(tokens, computed, frees_windows=frees_windows)
             if mixer.window is not None and pooled.any():
-                held = mixer.cached(tokens, computed) / np.where(pooled > 0.0, pooled, np.inf)
+                held = mixer.cached(tokens) / np.where(pooled > 0.0, pooled, np.inf)
                 share, fills = np.where(pooled > 0.0, pooled, share), np.maximum(fills, held)
-            size = share * mixer.cached_on(settings.tensor) * settings.cache_element_bytes / settings.sharing
+            cached = mixer if mixer.projections or not caches_reused else replace(mixer, projections=2)
+            size = share * cached.cached_on(settings.tensor) * settings.cache_element_bytes / settings.sharing
             index = largest if indexes_all and mixer.indexer else mixer.index_bytes
         total = total + stage_layers * (number / model.num_layers) * (size + index) / settings.cores
     return _state_bytes(model, settings) / np.maximum(tokens, 1.0) + fills * total

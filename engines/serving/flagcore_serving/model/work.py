@@ -142,7 +142,8 @@ class Overheads:
       others. Otherwise it is the one that started last, and waits before them.
     - `own_groups`: whether each group of sequences of a pipeline has an even share of those that may run, and admits
       requests regardless of the answers of other groups.
-    - `indexes_all`: whether layers that share the indexer of another layer cache index keys, too.
+    - `indexes_all`, `caches_reused`: whether layers that share the indexer of another layer cache index keys, too, and
+      those that reuse its keys and values have a cache as large as its own.
 
     - `compared`: factor on both ends of an interval on a chip on which the engine was not fitted: from at least five
       published points of it there, or the usual one where only matrix products were measured. 0: none is set.
@@ -219,6 +220,7 @@ class Overheads:
     preempted_last: bool = False
     own_groups: bool = False
     indexes_all: bool = False
+    caches_reused: bool = False
     compared: float = 0.0
     adapts_tables: bool = False
     adapter_moves: Sequence[float] = ()

@@ -373,6 +373,14 @@ def test_windows_with_a_part_of_the_cache_may_limit_the_sequences(prompt: float,
     assert found.sequences[0] == found.cache_tokens[0] * 0.1 // (piece + 256)
 
 
+def test_layers_that_reuse_keys_and_values_may_have_a_cache_of_their_own() -> None:
+    """sglang 0.5.15 `pool_configurator.py`: all layers have buffers; Gemma 4 E4B reuses 18 of 42."""
+    model = public_model("google/gemma-4-E4B-it")
+    few, all_layers = (token_bytes(model, settings(), caches_reused=each)[0] for each in (False, True))
+    assert few == 2 * 2 * 2 * (20 * 256 + 4 * 512)
+    assert all_layers == 2 * 2 * 2 * (35 * 256 + 7 * 512)
+
+
 def test_layers_that_run_again_have_a_cache_and_no_weights() -> None:
     layers = mixed(DENSE, {"window": 1024}, 30).layers
     model = replace(DENSE, num_layers=72, layers=(*layers, *(replace(each, repeats=True) for each in layers)))
