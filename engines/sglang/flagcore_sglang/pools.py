@@ -8,6 +8,7 @@ Sources: sglang 0.5.23 `configs/model_config.py` (is_hybrid_swa_model), `model_e
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 from flagcore_models.layers import mixer_counts
 from flagcore_models.mixers.compressed_attention import CompressedAttention
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
@@ -16,6 +17,8 @@ from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_serving.job import EngineArg
 
 from flagcore.domain.model import Model
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.spec import Spec
 
 INKLING = "inkling_text"
 WINDOWS_APART = (
@@ -55,6 +58,25 @@ def window_share(family: str, args: Mapping[str, EngineArg]) -> float:
     if not family.startswith(WINDOWS_APART) or on_host or args.get("disable-hybrid-swa-memory"):
         return 0.0
     return _ratio(args, "swa-full-tokens-ratio", 0.1 if family == INKLING else 0.8)
+
+
+LOCKS_WINDOW_SINCE = (0, 5, 16)
+"""The first release in which a running request locks no more of its prompt than a window (`mem_cache/registry.py`)."""
+
+
+def window_kept(spec: Spec, pages: IntArray, release: tuple[int, ...]) -> FloatArray:
+    """Return `Settings.window_kept` with cached prefixes: a running request locks the windows of its last piece of a
+    prompt in releases before `LOCKS_WINDOW_SINCE`, and has the window of its answer, which is freed every 128
+    iterations (0.5.15 `mem_cache/swa_radix_cache.py`: inc_lock_ref; `mem_cache/common.py`:
+    free_swa_out_of_window_slots; `environ.py`).
+
+    `pages`: tokens of a page of each candidate.
+    """
+    if release >= LOCKS_WINDOW_SINCE:
+        return np.zeros(pages.shape)
+    window = max((getattr(each.mixer, "window", None) or 0 for each in spec.model.layers), default=0)
+    answer = float(np.mean([load.means[1] for load in spec.serve.loads]))
+    return np.asarray(np.minimum(np.maximum(window, pages) + 64.0, answer))
 
 
 RINGS = 8, 16

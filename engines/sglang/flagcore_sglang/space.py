@@ -60,8 +60,6 @@ DRAFTS_FIRST_SINCE = (0, 5, 14)
 STATES_AHEAD_SINCE = (0, 5, 14)
 """The first release that does so, too, if it caches prefixes of a model with states (`server_args.py`: auto is
 `extra_buffer`, and not `no_buffer` as in 0.5.13)."""
-LOCKS_WINDOW_SINCE = (0, 5, 16)
-"""The first release in which a running request locks no more of its prompt than a window (`mem_cache/registry.py`)."""
 _MIN_POOL = 4096
 _STEPS = (20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512), (math.inf, 16384, 512, 512)
 """SGLang's defaults by memory of a device: (below this many GiB, chunked_prefill_size, largest decode graph for TP < 4,
@@ -190,6 +188,20 @@ def _is_aiter(task: Task, columns: Columns) -> BoolArray:
     return np.asarray((given == PROGRAM.code(BACKEND, "aiter")) | ((given == 0) & is_default))
 
 
+TRITON, TRITON_RATE = "triton", 0.1
+"""The backend of Triton, and what its kernels for prompts have of a chip's peak: 0.10 on H100 and H200, 0.07 to 0.12 on
+B200, B300, GB200 and GB300, windows included (tables of 0.5.14, aiconfigurator-core 0.12.0)."""
+
+
+def _masked_rate(task: Task, columns: Columns) -> FloatArray:
+    """Return `Settings.masked_rate`, on NVIDIA's chips. Triton is the default of Gemma 4 but on the compute capability
+    10 (0.5.15 `arg_groups/overrides.py`)."""
+    architecture, given = task.cluster.groups[0].chip.architecture, columns[BACKEND]
+    is_default = task.spec.model.family.startswith("gemma4") and not architecture.startswith("sm_10")
+    is_triton = (given == PROGRAM.code(BACKEND, TRITON)) | ((given == 0) & is_default)
+    return np.where(is_triton & architecture.startswith("sm_"), TRITON_RATE, np.nan)
+
+
 def own_page(task: Task) -> int:
     """Return the tokens of a page if a model allows no other: 256 with compressed attention (Ascend: 128), 64 with
     sparse latent attention (0.5.12 `deepseek_v4_hook.py`, 0.5.23 `arg_groups/model_overrides`). Otherwise 0."""
@@ -312,18 +324,6 @@ def _compressed_tokens(
     }
 
 
-def _window_kept(task: Task, columns: Columns, pages: IntArray) -> FloatArray:
-    """Return `Settings.window_kept`: with cached prefixes, a running request locks the windows of its last piece of a
-    prompt in releases before `LOCKS_WINDOW_SINCE`, and has the window of its answer, which is freed every 128
-    iterations (0.5.15 `mem_cache/swa_radix_cache.py`: inc_lock_ref; `mem_cache/common.py`:
-    free_swa_out_of_window_slots; `environ.py`)."""
-    mixers = (each.mixer for each in task.spec.model.layers)
-    window = max((getattr(each, "window", None) or 0 for each in mixers), default=0)
-    answer = float(np.mean([load.means[1] for load in task.spec.serve.loads]))
-    kept = np.minimum(np.maximum(window, pages) + 64.0, answer)
-    return np.where((columns[knobs.PREFIX] != 0) & (_release(task) < LOCKS_WINDOW_SINCE), kept, 0.0)
-
-
 def settings(task: Task, columns: Columns) -> Settings:
     """Return SGLang's effective settings for each candidate.
 
@@ -357,7 +357,8 @@ def settings(task: Task, columns: Columns) -> Settings:
         max_running=running,
         max_batched_tokens=tokens,
         block_size=(pages := page_sizes(task, values)),
-        window_kept=_window_kept(task, values, pages),
+        window_kept=pools.window_kept(task.spec, pages, _release(task)) * (values[knobs.PREFIX] != 0),
+        masked_rate=_masked_rate(task, values),
         fits_context=values[knobs.CONTEXT] > 0,  # a smaller pool limits requests (0.5.23 `managers/tp_worker.py`)
         chunked=(chunk > 0).astype(np.int64),
         mixed_chunks=(values[MIXED] > 0) & (chunk > 0),

@@ -369,6 +369,22 @@ def test_a_token_of_compressed_attention_holds_a_tenth_of_the_windows() -> None:
     assert old.request_bytes[0] == new.request_bytes[0] == (256 + 2) * 20 * 128 * 8 * 512
 
 
+def test_prompts_run_in_tritons_kernels_by_flag_and_by_default_for_gemma_4() -> None:
+    """0.5.15 `arg_groups/overrides.py`: trtllm_mha on the compute capability 10, else triton."""
+    gemma = public_model("google/gemma-4-E4B-it")
+    rates = [
+        settings(planned("sglang", model=model, chip={"architecture": chip}, weights=None), **given).masked_rate.item()
+        for model, chip, given in (
+            (gemma, "sm_90", {}),
+            (gemma, "sm_100", {}),
+            (gemma, "sm_100", {"attention_backend": "triton"}),
+            (gemma, "sm_90", {"attention_backend": "fa3"}),
+            (public_model("Qwen/Qwen3-8B"), "sm_90", {}),
+        )
+    ]
+    assert np.isnan(rates).tolist() == [False, True, False, True, True]
+
+
 def test_batches_overlap_with_most_exchanges_only() -> None:
     found = [broken(ENGINE, cards(), two_batch_overlap=True, all2all_backend=each) for each in ("deepep", "deepep_v2")]
     assert ["overlapped_exchange" in each for each in found] == [False, True]

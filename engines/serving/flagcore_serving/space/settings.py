@@ -59,6 +59,8 @@ class Settings:
     - `window_share`: tokens of the cache of layers with windows relative to those of other layers, if these have a part
       of memory each; 0 if they share it. `window_kept`: tokens of its answer for which a running sequence holds that
       part, beside the last piece of its prompt; 0 if the part does not limit sequences.
+    - `masked_rate`: operations per second of attention relative to the chip's peak in 16 bits, if its kernels also
+      compute for prompts what windows mask; NaN for an engine's usual kernels.
     - `request_bytes`: bytes of a device's cache that are set aside for the sequences that may run.
     - `on_device`: share of the layers, with the output head as one layer, that are on devices instead of the host.
     - `host_s`: seconds that the host takes for an iteration; NaN if no knob determines them.
@@ -134,6 +136,7 @@ class Settings:
     window_share: FloatArray
     window_kept: FloatArray
     request_bytes: FloatArray
+    masked_rate: FloatArray
     on_device: FloatArray
     host_s: FloatArray
     ahead: FloatArray
@@ -226,7 +229,7 @@ USUAL: Mapping[str, float] = {
     **dict.fromkeys(("block_size", "chunked"), 1),
     **dict.fromkeys(("graph_tokens", "drafted", "drafts_held", "scheme", "copies"), 0),
     **dict.fromkeys(("whole", "memory_fraction", "cache_bytes", "rest_share", "host_s", "direct"), math.nan),
-    **dict.fromkeys(("token_bytes", "longest_bytes"), math.nan),
+    **dict.fromkeys(("token_bytes", "longest_bytes", "masked_rate"), math.nan),
     **dict.fromkeys(("block_bytes", "sequence_bytes", "admission_bytes", "chunk_tokens"), 0.0),
     **dict.fromkeys(("window_kept", "request_bytes"), 0.0),
     **dict.fromkeys(
