@@ -81,6 +81,10 @@ MANY_GRAPHS = 300
 """The largest decode graph above which attention data parallelism needs half as much memory again (`memory_hook.py`).
 """
 
+DP_HEAD = "enable-dp-lm-head"
+"""The flag for a whole output head on each attention rank, where otherwise all ranks divide it. Without an exchange,
+they also divide dense networks and shared experts (0.5.15 `models/deepseek_v2.py`, `models/glm4_moe.py`)."""
+
 GRAPH_FLAGS = ("cuda-graph-max-bs", "cuda-graph-max-bs-decode", "cuda-graph-bs", "cuda-graph-bs-decode")
 """The flags for the largest decode graph, or for all of them."""
 
@@ -359,6 +363,8 @@ def settings(task: Task, columns: Columns) -> Settings:
         block_size=(pages := page_sizes(task, values)),
         window_kept=pools.window_kept(task.spec, pages, _release(task)) * (values[knobs.PREFIX] != 0),
         masked_rate=_masked_rate(task, values),
+        head_ranks=np.where(bool(other_args.get(DP_HEAD)), 1.0, values[DP]),
+        network_ranks=np.where(np.isin(values[EXCHANGE], [0, PROGRAM.code(EXCHANGE, "none")]), values[DP], 1.0),
         fits_context=values[knobs.CONTEXT] > 0,  # a smaller pool limits requests (0.5.23 `managers/tp_worker.py`)
         chunked=(chunk > 0).astype(np.int64),
         mixed_chunks=(values[MIXED] > 0) & (chunk > 0),

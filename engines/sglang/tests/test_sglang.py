@@ -369,6 +369,17 @@ def test_a_token_of_compressed_attention_holds_a_tenth_of_the_windows() -> None:
     assert old.request_bytes[0] == new.request_bytes[0] == (256 + 2) * 20 * 128 * 8 * 512
 
 
+def test_attention_ranks_divide_head_and_networks_unless_tokens_are_sent_or_a_flag_is_set() -> None:
+    args = {"attn-dp-size": 4, "tp-size": 4}
+    task = planned("sglang", model=public_model("zai-org/GLM-5.2"), devices=4, weights=None, engine_args=args)
+    whole = planned(
+        "sglang", model=task.spec.model, devices=4, weights=None, engine_args={**args, "enable-dp-lm-head": True}
+    )
+    found, sent, own = settings(task), settings(task, all2all_backend="deepep"), settings(whole)
+    assert [each.head_ranks.item() for each in (found, sent, own)] == [4, 4, 1]
+    assert [each.network_ranks.item() for each in (found, sent, own)] == [4, 1, 4]
+
+
 def test_prompts_run_in_tritons_kernels_by_flag_and_by_default_for_gemma_4() -> None:
     """0.5.15 `arg_groups/overrides.py`: trtllm_mha on the compute capability 10, else triton."""
     gemma = public_model("google/gemma-4-E4B-it")

@@ -28,7 +28,7 @@ from flagcore_serving.model.speculation import drafts
 from flagcore_serving.model.vision import tower_bytes
 from flagcore_serving.model.work import Serving
 from flagcore_serving.space.settings import GRAPH_BYTES, Settings
-from flagcore_serving.space.weights import ATTENTION, EXPERTS, HEAD
+from flagcore_serving.space.weights import ATTENTION, DENSE, EXPERTS, HEAD, SHARED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,9 +125,10 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     used = np.floor(slots) + 1.0 + verified * (np.minimum(running, sequences) + 1.0)
     states = np.where(aside & (verified > 0.0), np.minimum(each * used, states), states)
     cache = cache - states
-    piece = np.where(serving.prompt > batched_tokens, 0.5 * batched_tokens, serving.prompt)  # the last one, on average
-    windows = np.floor(settings.window_share * np.maximum(cache, 0.0) / token / (piece + settings.window_kept))
     limits = (settings.window_kept > 0.0) & (settings.window_share > 0.0)
+    piece = np.where(serving.prompt > batched_tokens, 0.5 * batched_tokens, serving.prompt)  # the last one, on average
+    free_tokens = np.where(limits, np.maximum(cache, 0.0), 0.0) / token
+    windows = np.floor(settings.window_share * free_tokens / (piece + settings.window_kept))
     sequences = np.where(limits, np.minimum(sequences, windows), sequences)
     block = np.where(settings.block_bytes > 0.0, settings.block_bytes, 1.0)
     whole = np.where(settings.block_bytes > 0.0, np.floor(cache / block) * block, cache) * settings.data
@@ -176,7 +177,8 @@ def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
 
 def weights_on_rank(product: Product, settings: Settings) -> FloatArray:
     """Return the number of weights of all copies of a product on a rank. All ranks of a stage divide routed experts."""
-    ranks = settings.tensor * settings.data if product.group == EXPERTS else settings.tensor
+    divides = {EXPERTS: settings.data, DENSE: settings.network_ranks, SHARED: settings.network_ranks}
+    ranks = settings.tensor * divides.get(product.group, 1.0)
     return np.asarray(product.copies * product.inner(ranks) * product.outer(ranks))
 
 
@@ -214,12 +216,13 @@ def offloaded_bytes(serving: Serving, settings: Settings) -> FloatArray:
 def table_bytes(serving: Serving, settings: Settings) -> FloatArray:
     """Return the bytes of the embedding and output head on the fullest device."""
     model, head = serving.model, serving.head_bytes
-    tables = np.where(settings.pipeline > 1, 1.0, 1.0 + (not head_of(model).tied and head is None))
+    own_head = (not head_of(model).tied and head is None) / settings.head_ranks
+    tables = np.where(settings.pipeline > 1, 1.0, 1.0 + own_head)
     (table,) = embedding_of(model).products(model.hidden_size)
     rank_bytes: FloatArray = tables * (2.0 if head is None else head) * table.weights / settings.tensor
     if serving.head and model.untie_embeddings_and_output_weights:
-        narrow = serving.bytes_of(HEAD) * table.weights / settings.tensor
-        rank_bytes = np.where(settings.pipeline > 1, rank_bytes, 0.5 * rank_bytes + narrow)
+        whole, narrow = 2.0 * table.weights / settings.tensor, serving.bytes_of(HEAD) * table.weights / settings.tensor
+        rank_bytes = np.where(settings.pipeline > 1, rank_bytes, whole + narrow / settings.head_ranks)
     own = sum(each.weights for each in layer_embeddings(model))
     return (rank_bytes + 2.0 * own / settings.tensor) / settings.cores
 

@@ -83,6 +83,8 @@ class Settings:
       takes several passes.
     - `exchanges`: whether attention ranks send each token only to the ranks of its experts. Otherwise all ranks gather
       all tokens.
+    - `head_ranks`, `network_ranks`: attention ranks that divide the output head, and dense networks and shared experts;
+      1 if each has them whole.
     - `direct`: 1 if each token is sent to the ranks of its experts, 0 if it is sent once to each of their hosts, NaN if
       this depends on the number of tokens.
     - `overlaps`: whether two halves of a batch overlap computing and the exchange of tokens.
@@ -147,6 +149,8 @@ class Settings:
     pass_tokens: FloatArray
     mixed_chunks: BoolArray
     exchanges: BoolArray
+    head_ranks: FloatArray
+    network_ranks: FloatArray
     direct: FloatArray
     overlaps: BoolArray
     sharing: FloatArray
@@ -235,7 +239,7 @@ USUAL: Mapping[str, float] = {
     **dict.fromkeys(
         ("least_cache", "offloaded", "experts_on_host", "state_share", "window_share", "draft_host_s", "ahead"), 0.0
     ),
-    **dict.fromkeys(("state_slots", "on_device", "crowding"), 1.0),
+    **dict.fromkeys(("state_slots", "on_device", "crowding", "head_ranks", "network_ranks"), 1.0),
     **dict.fromkeys(
         ("mixed_chunks", "exchanges", "overlaps", "balanced", "quantized", "encodes", "fits_context"), False
     ),

@@ -381,6 +381,16 @@ def test_layers_that_reuse_keys_and_values_may_have_a_cache_of_their_own() -> No
     assert all_layers == 2 * 2 * 2 * (35 * 256 + 7 * 512)
 
 
+def test_attention_ranks_may_divide_the_head_and_dense_networks() -> None:
+    """sglang 0.5.15 `models/qwen3_moe.py`: the head, unless enable-dp-lm-head is set; `layers/communicator.py`."""
+    whole, head, networks = (
+        weight_bytes(serving(DENSE), settings(data=4.0, **each))[0]
+        for each in ({}, {"head_ranks": 4.0}, {"network_ranks": 4.0})
+    )
+    assert whole - head == 0.75 * 2.0 * DENSE.vocab_size * DENSE.hidden_size
+    assert whole - networks == 0.75 * 2.0 * DENSE.num_layers * 3 * DENSE.hidden_size * DENSE.ffn_hidden_size
+
+
 def test_kernels_that_compute_what_windows_mask_take_prompts_longer() -> None:
     """Triton's for prompts in SGLang 0.5.14, table of aiconfigurator-core 0.12.0: 8,192 tokens of 16 heads of 256
     elements with a window of 1,024 take 5.37 ms on an H200, 102 TFLOPS of all pairs."""
