@@ -143,6 +143,16 @@ class Load:
         """Return the longest of lengths with this mean that are not uniform, in tokens."""
         return max(self.longest or MAX_LENGTH_RATIO * mean, mean)
 
+    @property
+    def means(self) -> tuple[float, float]:
+        """The mean tokens of a prompt, with the shared prefix, and of an answer."""
+        if self.lengths:
+            prompts, answers = zip(*self.lengths, strict=True)
+            return sum(prompts) / len(prompts) + self.prefix_len, sum(answers) / len(answers)
+        is_uniform = self.distribution == "uniform" and self.range_spread is None
+        share = 0.5 * (1.0 + self.range_ratio) if is_uniform else 1.0
+        return share * self.input_len + self.prefix_len, share * self.output_len
+
     def accepted(self, scheme: str) -> Rates | None:
         """Return the acceptance of a scheme of speculation, or None if it is unknown."""
         rates = dict(self.acceptance)

@@ -8,6 +8,7 @@ Sources: sglang 0.5.23 `configs/model_config.py` (is_hybrid_swa_model), `model_e
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 from flagcore_models.layers import mixer_counts
 from flagcore_models.mixers.compressed_attention import CompressedAttention
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
@@ -16,6 +17,8 @@ from flagcore_models.mixers.mamba2 import Mamba2
 from flagcore_serving.job import EngineArg
 
 from flagcore.domain.model import Model
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.spec import Spec
 
 INKLING = "inkling_text"
 WINDOWS_APART = (
@@ -57,6 +60,25 @@ def window_share(family: str, args: Mapping[str, EngineArg]) -> float:
     return _ratio(args, "swa-full-tokens-ratio", 0.1 if family == INKLING else 0.8)
 
 
+LOCKS_WINDOW_SINCE = (0, 5, 16)
+"""The first release in which a running request locks no more of its prompt than a window (`mem_cache/registry.py`)."""
+
+
+def window_kept(spec: Spec, pages: IntArray, release: tuple[int, ...]) -> FloatArray:
+    """Return `Settings.window_kept` with cached prefixes: a running request locks the windows of its last piece of a
+    prompt in releases before `LOCKS_WINDOW_SINCE`, and has the window of its answer, which is freed every 128
+    iterations (0.5.15 `mem_cache/swa_radix_cache.py`: inc_lock_ref; `mem_cache/common.py`:
+    free_swa_out_of_window_slots; `environ.py`).
+
+    `pages`: tokens of a page of each candidate.
+    """
+    if release >= LOCKS_WINDOW_SINCE:
+        return np.zeros(pages.shape)
+    window = max((getattr(each.mixer, "window", None) or 0 for each in spec.model.layers), default=0)
+    answer = float(np.mean([load.means[1] for load in spec.serve.loads]))
+    return np.asarray(np.minimum(np.maximum(window, pages) + 64.0, answer))
+
+
 RINGS = 8, 16
 """Tokens whose compressors' states a layer with an indexer keeps for each window: without drafts, and with drafts."""
 WINDOWS_BY_REQUEST_SINCE = (0, 5, 17)
@@ -66,11 +88,9 @@ WINDOWS_BY_REQUEST_SINCE = (0, 5, 17)
 def compressed_token_bytes(model: Model, args: Mapping[str, EngineArg], element_bytes: float, ring: int) -> float:
     """Return the bytes of all layers that SGLang 0.5.16 counts for a token of a model with compressed attention: its
     share of the compressed keys, and of the windows' keys and compressors' states in fp32, for a tenth of the tokens.
-
-    The states of layers that compress 128 tokens, up to 10 MB for each running request, are not counted. Source: 0.5.16
-    `model_executor/pool_configurator.py` (DSV4PoolConfigurator), `arg_groups/overrides.py`.
+    Source: 0.5.16 `model_executor/pool_configurator.py` (DSV4PoolConfigurator), `arg_groups/overrides.py`.
     """
-    ratio, total = _ratio(args, "swa-full-tokens-ratio", 0.1), 0.0
+    ratio, total = compressed_share(args), 0.0
     for mixer, number in mixer_counts(model).items():
         size = mixer.token_bytes(element_bytes)
         if isinstance(mixer, CompressedAttention):
@@ -78,6 +98,22 @@ def compressed_token_bytes(model: Model, args: Mapping[str, EngineArg], element_
             size += ratio * (mixer.head_dim * element_bytes + states)
         total += number * size
     return total
+
+
+def compressed_share(args: Mapping[str, EngineArg]) -> float:
+    """Return the tokens of compressed attention for which windows have room, relative to all tokens."""
+    return _ratio(args, "swa-full-tokens-ratio", 0.1)
+
+
+def compressor_bytes(model: Model) -> float:
+    """Return the bytes of the compressors' states of a running request: values and gates in fp32 of all tokens for a
+    key, in layers without an indexer (0.5.15 and 0.5.23 `model_executor/pool_configurator.py`:
+    _get_c128_state_fixed_bytes). With drafts they are twice as many."""
+    return sum(
+        number * each.rate * 8.0 * each.head_dim
+        for each, number in mixer_counts(model).items()
+        if isinstance(each, CompressedAttention) and not each.index_heads
+    )
 
 
 def _ratio(args: Mapping[str, EngineArg], flag: str, default: float) -> float:

@@ -81,6 +81,10 @@ MANY_GRAPHS = 300
 """The largest decode graph above which attention data parallelism needs half as much memory again (`memory_hook.py`).
 """
 
+DP_HEAD = "enable-dp-lm-head"
+"""The flag for a whole output head on each attention rank, where otherwise all ranks divide it. Without an exchange,
+they also divide dense networks and shared experts (0.5.15 `models/deepseek_v2.py`, `models/glm4_moe.py`)."""
+
 GRAPH_FLAGS = ("cuda-graph-max-bs", "cuda-graph-max-bs-decode", "cuda-graph-bs", "cuda-graph-bs-decode")
 """The flags for the largest decode graph, or for all of them."""
 
@@ -188,6 +192,20 @@ def _is_aiter(task: Task, columns: Columns) -> BoolArray:
     return np.asarray((given == PROGRAM.code(BACKEND, "aiter")) | ((given == 0) & is_default))
 
 
+TRITON, TRITON_RATE = "triton", 0.1
+"""The backend of Triton, and what its kernels for prompts have of a chip's peak: 0.10 on H100 and H200, 0.07 to 0.12 on
+B200, B300, GB200 and GB300, windows included (tables of 0.5.14, aiconfigurator-core 0.12.0)."""
+
+
+def _masked_rate(task: Task, columns: Columns) -> FloatArray:
+    """Return `Settings.masked_rate`, on NVIDIA's chips. Triton is the default of Gemma 4 but on the compute capability
+    10 (0.5.15 `arg_groups/overrides.py`)."""
+    architecture, given = task.cluster.groups[0].chip.architecture, columns[BACKEND]
+    is_default = task.spec.model.family.startswith("gemma4") and not architecture.startswith("sm_10")
+    is_triton = (given == PROGRAM.code(BACKEND, TRITON)) | ((given == 0) & is_default)
+    return np.where(is_triton & architecture.startswith("sm_"), TRITON_RATE, np.nan)
+
+
 def own_page(task: Task) -> int:
     """Return the tokens of a page if a model allows no other: 256 with compressed attention (Ascend: 128), 64 with
     sparse latent attention (0.5.12 `deepseek_v4_hook.py`, 0.5.23 `arg_groups/model_overrides`). Otherwise 0."""
@@ -288,17 +306,26 @@ def _is_sparse(task: Task) -> bool:
 
 
 def _compressed_tokens(
-    task: Task, other_args: Mapping[str, EngineArg], columns: Columns, element: FloatArray
+    task: Task, other_args: Mapping[str, EngineArg], columns: Columns, element: FloatArray, running: IntArray
 ) -> dict[str, FloatArray]:
-    """Return the fields of `Settings` for the bytes of a token with compressed attention, in releases that count the
-    windows of all tokens alike."""
-    if not _is_compressed(task) or _release(task) >= pools.WINDOWS_BY_REQUEST_SINCE:
+    """Return the fields of `Settings` for the cache of compressed attention: the compressors' states of all requests
+    that may run, and in releases that count the windows of all tokens alike, the bytes of a token."""
+    if not _is_compressed(task):
         return {}
+    twice = np.where(columns[SPECULATION] > 0, 2.0, 1.0)
+    fixed = (running + 2.0) * pools.compressor_bytes(task.spec.model) * twice / columns[PP].clip(1)
+    if _release(task) >= pools.WINDOWS_BY_REQUEST_SINCE:
+        return {"request_bytes": fixed}
     rings = np.where(columns[SPECULATION] > 0, pools.RINGS[1], pools.RINGS[0])
     model, pairs = task.spec.model, zip(element.tolist(), rings.tolist(), strict=True)
     token = np.array([pools.compressed_token_bytes(model, other_args, *each) for each in pairs])
     token = token / columns[PP].clip(1)
-    return {"token_bytes": token, "longest_bytes": token * _contexts(task, columns)}
+    return {
+        "request_bytes": fixed,
+        "token_bytes": token,
+        "longest_bytes": token * _contexts(task, columns),
+        "window_share": np.full_like(token, pools.compressed_share(other_args)),
+    }
 
 
 def settings(task: Task, columns: Columns) -> Settings:
@@ -324,14 +351,20 @@ def settings(task: Task, columns: Columns) -> Settings:
     family, drafted, largest = task.spec.model.family, _drafted(other_args, values), largest_graph(task) or GRAPH_TOKENS
     drafting = np.where(values[SPECULATION] > 0, np.maximum(DRAFTING_RUNNING // values[DP], 1), MIN_RUNNING)
     running = np.maximum(COMPRESSED_RUNNING // values[DP], 1) if _is_compressed(task) else drafting
+    running = np.where(values[RUNNING] > 0, np.maximum(values[RUNNING] // values[DP], 1), running)
+    window_share = np.full(ranks.shape, pools.window_share(family, other_args))
     return Settings.of(
         task,
         values,
         PROGRAM,
         devices=devices,
-        max_running=np.where(values[RUNNING] > 0, np.maximum(values[RUNNING] // values[DP], 1), running),
+        max_running=running,
         max_batched_tokens=tokens,
-        block_size=page_sizes(task, values),
+        block_size=(pages := page_sizes(task, values)),
+        window_kept=pools.window_kept(task.spec, pages, _release(task)) * (values[knobs.PREFIX] != 0),
+        masked_rate=_masked_rate(task, values),
+        head_ranks=np.where(bool(other_args.get(DP_HEAD)), 1.0, values[DP]),
+        network_ranks=np.where(np.isin(values[EXCHANGE], [0, PROGRAM.code(EXCHANGE, "none")]), values[DP], 1.0),
         fits_context=values[knobs.CONTEXT] > 0,  # a smaller pool limits requests (0.5.23 `managers/tp_worker.py`)
         chunked=(chunk > 0).astype(np.int64),
         mixed_chunks=(values[MIXED] > 0) & (chunk > 0),
@@ -342,8 +375,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         cache_element_bytes=element,
         state_share=np.full(ranks.shape, pools.state_share(family, other_args)),
         state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, pools.STATE_SLOTS),
-        window_share=np.full(ranks.shape, pools.window_share(family, other_args)),
-        **_compressed_tokens(task, other_args, values, element),
+        **{"window_share": window_share, **_compressed_tokens(task, other_args, values, element, running)},
         drafted=drafted,
         drafts_held=np.full(ranks.shape, 1 if _release(task) >= DRAFTS_FIRST_SINCE else -1),
         ahead=_batches_ahead(task, other_args, values),

@@ -359,11 +359,41 @@ def test_a_token_of_compressed_attention_holds_a_tenth_of_the_windows() -> None:
     assert found[0] / 43 == pytest.approx(1056.8, abs=0.1)
     assert found[0] - found[1] == pytest.approx(0.7 * (43 * 584 + 21 * 10240 * 16 / 128))
     old, new = (
-        settings(planned("sglang", model=model, engine_version=each, devices=8, weights=None)).token_bytes
-        for each in ("0.5.16", "0.5.23")
+        settings(planned("sglang", model=model, engine_version=each, devices=8, weights=None))
+        for each in ("0.5.15", "0.5.23")
     )
-    assert old[0] < found[1]
-    assert np.isnan(new[0])
+    assert old.token_bytes[0] < found[1]
+    assert (old.window_share[0], old.window_kept[0]) == (0.1, 64)  # the answer has 64 tokens
+    assert np.isnan(new.token_bytes[0])
+    assert new.window_kept[0] == 0
+    assert old.request_bytes[0] == new.request_bytes[0] == (256 + 2) * 20 * 128 * 8 * 512
+
+
+def test_attention_ranks_divide_head_and_networks_unless_tokens_are_sent_or_a_flag_is_set() -> None:
+    args = {"attn-dp-size": 4, "tp-size": 4}
+    task = planned("sglang", model=public_model("zai-org/GLM-5.2"), devices=4, weights=None, engine_args=args)
+    whole = planned(
+        "sglang", model=task.spec.model, devices=4, weights=None, engine_args={**args, "enable-dp-lm-head": True}
+    )
+    found, sent, own = settings(task), settings(task, all2all_backend="deepep"), settings(whole)
+    assert [each.head_ranks.item() for each in (found, sent, own)] == [4, 4, 1]
+    assert [each.network_ranks.item() for each in (found, sent, own)] == [4, 1, 4]
+
+
+def test_prompts_run_in_tritons_kernels_by_flag_and_by_default_for_gemma_4() -> None:
+    """0.5.15 `arg_groups/overrides.py`: trtllm_mha on the compute capability 10, else triton."""
+    gemma = public_model("google/gemma-4-E4B-it")
+    rates = [
+        settings(planned("sglang", model=model, chip={"architecture": chip}, weights=None), **given).masked_rate.item()
+        for model, chip, given in (
+            (gemma, "sm_90", {}),
+            (gemma, "sm_100", {}),
+            (gemma, "sm_100", {"attention_backend": "triton"}),
+            (gemma, "sm_90", {"attention_backend": "fa3"}),
+            (public_model("Qwen/Qwen3-8B"), "sm_90", {}),
+        )
+    ]
+    assert np.isnan(rates).tolist() == [False, True, False, True, True]
 
 
 def test_batches_overlap_with_most_exchanges_only() -> None:

@@ -20,6 +20,10 @@ from flagcore_serving.space.settings import Settings
 REFERENCE_TOKENS = 8192.0
 """The length of a sequence or a prompt, in tokens, for which attention rates are computed. A choice."""
 
+MASKED_READS = 1.4
+"""The time in which kernels that compute what windows mask read the cache, relative to other kernels: 0.42 to 0.75 of
+the bandwidth instead of 0.87 (Triton's on H100, H200 and B200 in SGLang 0.5.14, aiconfigurator-core 0.12.0)."""
+
 
 def mixer_seconds(
     mixer: Mixer, serving: Serving, settings: Settings, kernels: KernelCosts, tokens: FloatArray
@@ -30,7 +34,9 @@ def mixer_seconds(
     overheads = serving.overheads
     seconds = _products(mixer, serving, settings, kernels, tokens) + overheads.attention
     if not isinstance(mixer, Attention):
-        seconds = seconds + overheads.compressed * isinstance(mixer, CompressedAttention)
+        if isinstance(mixer, CompressedAttention):
+            chooses = mixer.index_heads and serving.tokens > mixer.rate * mixer.index_top_k
+            seconds = seconds + overheads.compressed + overheads.selected * bool(chooses) * (1.0 + (tokens > 128.0))
         slower = overheads.delta_rule if isinstance(mixer, (GatedDeltaNet, KimiDeltaAttention)) else 1.0
         return seconds + slower * kernels.memory_seconds(tokens * (2.0 * mixer.moved) / settings.tensor)
     if isinstance(mixer, LatentAttention):
@@ -154,6 +160,9 @@ def _rates_of_attention(
     )
     cached = sum(count * each.read_share(serving.tokens) for each, count in windows.items()) * cached
     pair = sum(count * each.pairs(serving.prompt) for each, count in windows.items()) * pair
+    masks = np.isfinite(settings.masked_rate) & np.isfinite(serving.peak)
+    pair = np.where(masks, number * 4.0 * heads * prompt_dim / (settings.masked_rate * serving.peak), pair)
+    cached = np.where(masks, MASKED_READS * cached, cached)
     if index := mixer.indexer:
         cached, pair = _rates_of_selected(mixer, number, serving, settings, cached, pair)
         if index.heads:  # it computes only scores, in 8 bits: a quarter of the time

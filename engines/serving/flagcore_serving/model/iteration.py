@@ -211,7 +211,7 @@ def _layers(serving: Serving, settings: Settings, kernels: KernelCosts, tokens: 
         local = local + product.copies * seconds
     if streams := streams_of(model):
         moved = 2.0 * (streams.moved * tokens * float(model.hidden_size) + streams.width)  # each rank mixes all of them
-        local = local + connections(model) * kernels.memory_seconds(moved)
+        local = local + connections(model) * (kernels.memory_seconds(moved) + serving.overheads.streams)
     return local
 
 

@@ -28,7 +28,7 @@ from flagcore_serving.model.speculation import drafts
 from flagcore_serving.model.vision import tower_bytes
 from flagcore_serving.model.work import Serving
 from flagcore_serving.space.settings import GRAPH_BYTES, Settings
-from flagcore_serving.space.weights import ATTENTION, EXPERTS, HEAD
+from flagcore_serving.space.weights import ATTENTION, DENSE, EXPERTS, HEAD, SHARED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class ServingMemory:
       `sequence_tokens` in addition, the size of what it has whatever its length. `admission_tokens`: those that must
       also be free for its prompt to be admitted.
     - `longest_tokens`: the same in sequences of the whole context: what engines print.
-    - `sequences`: maximum number of sequences of an attention rank whose states fit, if they are set aside.
+    - `sequences`: maximum number of sequences of an attention rank whose states, or windows, fit if they have a part.
     """
 
     weights: FloatArray
@@ -100,7 +100,8 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     rest = settings.rest_share * (free - weights - adapters - activations - graphs)
     cache = np.where(np.isnan(settings.rest_share), budget - weights - adapters - other, rest)
     cache = np.where(np.isnan(settings.cache_bytes), cache, settings.cache_bytes)
-    kept = {"frees_windows": overheads.frees_windows, "indexes_all": overheads.indexes_all}
+    cache = cache - settings.request_bytes
+    kept = {name: getattr(overheads, name) for name in ("frees_windows", "indexes_all", "caches_reused")}
     tokens, sequence = np.maximum(serving.tokens, 1.0), settings.sequence_bytes
     token = token_bytes(model, settings, serving.tokens, **kept)
     token = np.where(np.isnan(settings.token_bytes), token, settings.token_bytes + sequence / tokens)
@@ -124,6 +125,11 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     used = np.floor(slots) + 1.0 + verified * (np.minimum(running, sequences) + 1.0)
     states = np.where(aside & (verified > 0.0), np.minimum(each * used, states), states)
     cache = cache - states
+    limits = (settings.window_kept > 0.0) & (settings.window_share > 0.0)
+    piece = np.where(serving.prompt > batched_tokens, 0.5 * batched_tokens, serving.prompt)  # the last one, on average
+    free_tokens = np.where(limits, np.maximum(cache, 0.0), 0.0) / token
+    windows = np.floor(settings.window_share * free_tokens / (piece + settings.window_kept))
+    sequences = np.where(limits, np.minimum(sequences, windows), sequences)
     block = np.where(settings.block_bytes > 0.0, settings.block_bytes, 1.0)
     whole = np.where(settings.block_bytes > 0.0, np.floor(cache / block) * block, cache) * settings.data
     growing = token - sequence / tokens
@@ -171,7 +177,8 @@ def weight_bytes(serving: Serving, settings: Settings) -> FloatArray:
 
 def weights_on_rank(product: Product, settings: Settings) -> FloatArray:
     """Return the number of weights of all copies of a product on a rank. All ranks of a stage divide routed experts."""
-    ranks = settings.tensor * settings.data if product.group == EXPERTS else settings.tensor
+    divides = {EXPERTS: settings.data, DENSE: settings.network_ranks, SHARED: settings.network_ranks}
+    ranks = settings.tensor * divides.get(product.group, 1.0)
     return np.asarray(product.copies * product.inner(ranks) * product.outer(ranks))
 
 
@@ -209,12 +216,13 @@ def offloaded_bytes(serving: Serving, settings: Settings) -> FloatArray:
 def table_bytes(serving: Serving, settings: Settings) -> FloatArray:
     """Return the bytes of the embedding and output head on the fullest device."""
     model, head = serving.model, serving.head_bytes
-    tables = np.where(settings.pipeline > 1, 1.0, 1.0 + (not head_of(model).tied and head is None))
+    own_head = (not head_of(model).tied and head is None) / settings.head_ranks
+    tables = np.where(settings.pipeline > 1, 1.0, 1.0 + own_head)
     (table,) = embedding_of(model).products(model.hidden_size)
     rank_bytes: FloatArray = tables * (2.0 if head is None else head) * table.weights / settings.tensor
     if serving.head and model.untie_embeddings_and_output_weights:
-        narrow = serving.bytes_of(HEAD) * table.weights / settings.tensor
-        rank_bytes = np.where(settings.pipeline > 1, rank_bytes, 0.5 * rank_bytes + narrow)
+        whole, narrow = 2.0 * table.weights / settings.tensor, serving.bytes_of(HEAD) * table.weights / settings.tensor
+        rank_bytes = np.where(settings.pipeline > 1, rank_bytes, whole + narrow / settings.head_ranks)
     own = sum(each.weights for each in layer_embeddings(model))
     return (rank_bytes + 2.0 * own / settings.tensor) / settings.cores
 
@@ -227,12 +235,13 @@ def token_bytes(
     *,
     frees_windows: bool = True,
     indexes_all: bool = False,
+    caches_reused: bool = False,
 ) -> FloatArray:
     """Return the bytes per cached token on a device, averaged over a sequence of `tokens` tokens.
 
     `computed`: prompt tokens of one iteration, which a sliding window holds in addition. The latent vector is
     replicated on the tensor ranks that do not share a cache. The states of other mixers are divided among the tokens of
-    the sequence. `frees_windows`, `indexes_all`: see `Overheads`. If windows have memory of their own, a token has
+    the sequence. The last three arguments: see `Overheads`. If windows have memory of their own, a token has
     bytes in both parts, and more if sequences fill that of the windows first.
     """
     stage_layers = np.ceil(model.num_layers / settings.pipeline)
@@ -243,9 +252,10 @@ def token_bytes(
         if isinstance(mixer, Attention):
             share = mixer.cached(tokens, computed, frees_windows=frees_windows)
             if mixer.window is not None and pooled.any():
-                held = mixer.cached(tokens, computed) / np.where(pooled > 0.0, pooled, np.inf)
+                held = mixer.cached(tokens) / np.where(pooled > 0.0, pooled, np.inf)
                 share, fills = np.where(pooled > 0.0, pooled, share), np.maximum(fills, held)
-            size = share * mixer.cached_on(settings.tensor) * settings.cache_element_bytes / settings.sharing
+            cached = mixer if mixer.projections or not caches_reused else replace(mixer, projections=2)
+            size = share * cached.cached_on(settings.tensor) * settings.cache_element_bytes / settings.sharing
             index = largest if indexes_all and mixer.indexer else mixer.index_bytes
         total = total + stage_layers * (number / model.num_layers) * (size + index) / settings.cores
     return _state_bytes(model, settings) / np.maximum(tokens, 1.0) + fills * total

@@ -143,7 +143,7 @@ def transfer_seconds(task: Task, kinds: InstanceKinds, settings: Settings, costs
     parts = np.minimum(settings.tensor, float(cached_heads(model))) * settings.pipeline
     smaller, encodes = np.full(kinds.size, np.inf), kinds.role == ENCODES
     np.minimum.at(smaller, kinds.owner, np.where(encodes, np.inf, parts))
-    prompt = float(np.mean([load.input_len + load.prefix_len for load in task.spec.serve.loads]))
+    prompt = float(np.mean([load.means[0] for load in task.spec.serve.loads]))
     payload = prompt * cache_bytes_per_token(model, 1.0, prompt) * settings.cache_element_bytes / smaller[kinds.owner]
     devices = kinds.total(settings.tensor * settings.pipeline * settings.data)[kinds.owner]
     stride = np.where(devices > hardware.per_host, hardware.per_host, 1).astype(np.int64)
@@ -220,12 +220,12 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Mo
     """
     model, precision = task.spec.model, task.spec.serve.precision
     loads, file_bytes = task.spec.serve.loads, _file_weight_bytes(task)
-    prompt = float(np.mean([load.input_len + load.prefix_len for load in loads]))
-    tokens = prompt + float(np.mean([load.output_len for load in loads]))
+    prompt, answer = (float(each) for each in np.mean([load.means for load in loads], axis=0))
     group = task.cluster.groups[0]
     on_bus = (link := group.chip.link) is not None and link.topology == "pcie"
     bus_ranks = (2.0 if link.peer_access else 1.0) if link is not None and on_bus else math.inf
-    serving = Serving(model=model, precision=precision, overheads=overheads, tokens=tokens, prompt=prompt, draft=draft)
+    serving = Serving(model=model, precision=precision, overheads=overheads, prompt=prompt, draft=draft)
+    serving = serving._replace(tokens=prompt + answer)
     peak = group.chip.dense_flops_per_second.get("bf16")
     serving = serving._replace(architecture=group.chip.architecture, peak=peak.value if peak else math.nan)
     host, checkpoint = group.chip.host_bytes_per_second, quantization(task.spec) or Quantization()

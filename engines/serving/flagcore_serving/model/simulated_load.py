@@ -364,6 +364,8 @@ class SimulatedLoad:
             # together again. Others join them: while a prompt delays decoding, the prompts of those that ended arrive.
             # If a knob mixes the chunks of prompts with decoding, those of one iteration stay together.
             inputs, outputs = (np.full_like(inputs, length) for length in self.equal)
+        if price.lane.gain > 1.0 and arrivals is None and not np.ptp(outputs):
+            outputs = _accepted(outputs, price.lane, self.load.seed)
         count, simulated, is_closed = inputs.size, flight, arrivals is None or not arrivals[-1]
         if count > MAX_REQUESTS:
             size = max(float(inputs.mean()) + price.lane.fixed, 1.0)
@@ -405,6 +407,15 @@ class SimulatedLoad:
             delay = (flight - simulated) * accepted_s  # the front end accepts the whole first wave before it starts
             return times.extrapolate(inputs, outputs, simulated if arrival_times is None else None, flight, delay)
         return times
+
+
+def _accepted(outputs: IntArray, lane: Lane, seed: int) -> IntArray:
+    """Return answers whose numbers of iterations vary as those of equal answers with drafts, so that they do not end
+    together. An iteration yields 1 to 1 + `Lane.drafted` tokens, with the largest variance for their mean."""
+    variance = (lane.gain - 1.0) * (lane.drafted + 1.0 - lane.gain)
+    share = math.sqrt(variance / (lane.gain * max(float(outputs[0]), 1.0)))
+    drawn = np.random.default_rng(seed).standard_normal(outputs.size)
+    return np.maximum(np.rint(outputs * (1.0 + share * np.clip(drawn, -3.0, 3.0))), 1.0).astype(outputs.dtype)
 
 
 def _share(lengths: IntArray, lanes: int) -> IntArray:

@@ -73,7 +73,8 @@ class Overheads:
 
     - `attention`, `ffn`: kernels of an attention layer, and of an FFN.
     - `latent`, `indexer`: additional kernels of latent attention, and of the indexer of sparse attention.
-    - `compressed`: additional kernels of compressed attention, with its indexer and the residual streams around it.
+    - `compressed`, `selected`: additional kernels of compressed attention, and of its choice of keys, if there are more
+      than it chooses: twice the time for more than 128 tokens. `streams`: of the residual streams around a part.
     - `delta_rule`: time of a gated delta rule's kernels relative to that of their memory traffic.
     - `experts`: kernels of a layer with experts, by precision of the weights.
     - `whole_experts`: additional kernels of such a layer if tensor ranks hold whole experts, by precision.
@@ -141,7 +142,8 @@ class Overheads:
       others. Otherwise it is the one that started last, and waits before them.
     - `own_groups`: whether each group of sequences of a pipeline has an even share of those that may run, and admits
       requests regardless of the answers of other groups.
-    - `indexes_all`: whether layers that share the indexer of another layer cache index keys, too.
+    - `indexes_all`, `caches_reused`: whether layers that share the indexer of another layer cache index keys, too, and
+      those that reuse its keys and values have a cache as large as its own.
 
     - `compared`: factor on both ends of an interval on a chip on which the engine was not fitted: from at least five
       published points of it there, or the usual one where only matrix products were measured. 0: none is set.
@@ -167,6 +169,8 @@ class Overheads:
     latent: float = 0.0
     indexer: float = 0.0
     compressed: float = 0.0
+    selected: float = 0.0
+    streams: float = 0.0
     delta_rule: float = 1.0
     experts: Mapping[str, float] = field(default_factory=dict)
     whole_experts: Mapping[str, float] = field(default_factory=dict)
@@ -216,6 +220,7 @@ class Overheads:
     preempted_last: bool = False
     own_groups: bool = False
     indexes_all: bool = False
+    caches_reused: bool = False
     compared: float = 0.0
     adapts_tables: bool = False
     adapter_moves: Sequence[float] = ()

@@ -57,7 +57,11 @@ class Settings:
     - `state_share`: share of the cache that is set aside for states of mixers; 0 if tokens and states share the cache.
     - `state_slots`: states that a running sequence occupies where they are set aside.
     - `window_share`: tokens of the cache of layers with windows relative to those of other layers, if these have a part
-      of memory each; 0 if they share it.
+      of memory each; 0 if they share it. `window_kept`: tokens of its answer for which a running sequence holds that
+      part, beside the last piece of its prompt; 0 if the part does not limit sequences.
+    - `masked_rate`: operations per second of attention relative to the chip's peak in 16 bits, if its kernels also
+      compute for prompts what windows mask; NaN for an engine's usual kernels.
+    - `request_bytes`: bytes of a device's cache that are set aside for the sequences that may run.
     - `on_device`: share of the layers, with the output head as one layer, that are on devices instead of the host.
     - `host_s`: seconds that the host takes for an iteration; NaN if no knob determines them.
     - `ahead`: batches that the scheduler plans ahead while the one before is computed.
@@ -79,6 +83,8 @@ class Settings:
       takes several passes.
     - `exchanges`: whether attention ranks send each token only to the ranks of its experts. Otherwise all ranks gather
       all tokens.
+    - `head_ranks`, `network_ranks`: attention ranks that divide the output head, and dense networks and shared experts;
+      1 if each has them whole.
     - `direct`: 1 if each token is sent to the ranks of its experts, 0 if it is sent once to each of their hosts, NaN if
       this depends on the number of tokens.
     - `overlaps`: whether two halves of a batch overlap computing and the exchange of tokens.
@@ -130,6 +136,9 @@ class Settings:
     state_share: FloatArray
     state_slots: FloatArray
     window_share: FloatArray
+    window_kept: FloatArray
+    request_bytes: FloatArray
+    masked_rate: FloatArray
     on_device: FloatArray
     host_s: FloatArray
     ahead: FloatArray
@@ -140,6 +149,8 @@ class Settings:
     pass_tokens: FloatArray
     mixed_chunks: BoolArray
     exchanges: BoolArray
+    head_ranks: FloatArray
+    network_ranks: FloatArray
     direct: FloatArray
     overlaps: BoolArray
     sharing: FloatArray
@@ -222,12 +233,13 @@ USUAL: Mapping[str, float] = {
     **dict.fromkeys(("block_size", "chunked"), 1),
     **dict.fromkeys(("graph_tokens", "drafted", "drafts_held", "scheme", "copies"), 0),
     **dict.fromkeys(("whole", "memory_fraction", "cache_bytes", "rest_share", "host_s", "direct"), math.nan),
-    **dict.fromkeys(("token_bytes", "longest_bytes"), math.nan),
+    **dict.fromkeys(("token_bytes", "longest_bytes", "masked_rate"), math.nan),
     **dict.fromkeys(("block_bytes", "sequence_bytes", "admission_bytes", "chunk_tokens"), 0.0),
+    **dict.fromkeys(("window_kept", "request_bytes"), 0.0),
     **dict.fromkeys(
         ("least_cache", "offloaded", "experts_on_host", "state_share", "window_share", "draft_host_s", "ahead"), 0.0
     ),
-    **dict.fromkeys(("state_slots", "on_device", "crowding"), 1.0),
+    **dict.fromkeys(("state_slots", "on_device", "crowding", "head_ranks", "network_ranks"), 1.0),
     **dict.fromkeys(
         ("mixed_chunks", "exchanges", "overlaps", "balanced", "quantized", "encodes", "fits_context"), False
     ),

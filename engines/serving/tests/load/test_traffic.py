@@ -37,7 +37,9 @@ def arrivals(**changes: float) -> np.ndarray:
 def test_lengths_are_drawn_from_a_range(
     changes: dict[str, float], inputs: tuple[int, int], outputs: tuple[int, int], mean: float
 ) -> None:
-    sampled = traffic(Load(input_len=100, output_len=10, num_prompts=4000, concurrency=1, **changes))  # type: ignore[arg-type]
+    load = Load(input_len=100, output_len=10, num_prompts=4000, concurrency=1, **changes)  # type: ignore[arg-type]
+    sampled = traffic(load)
+    assert load.means == pytest.approx((sampled.input_len.mean(), sampled.output_len.mean()), rel=0.1)
     assert (sampled.input_len.min(), sampled.input_len.max()) == inputs
     assert (sampled.output_len.min(), sampled.output_len.max()) == outputs
     assert sampled.input_len.mean() == pytest.approx(mean, rel=0.02)

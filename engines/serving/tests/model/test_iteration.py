@@ -363,6 +363,44 @@ def test_windows_with_a_part_of_the_cache_have_room_for_a_share_of_the_tokens(to
     assert found[0] == pytest.approx(filled * (6 + 30 * 0.8) * 2 * 8 * 128 * 2)
 
 
+@pytest.mark.parametrize(("prompt", "piece"), [(1000.0, 1000.0), (5000.0, 1024.0)])
+def test_windows_with_a_part_of_the_cache_may_limit_the_sequences(prompt: float, piece: float) -> None:
+    """sglang 0.5.15 `swa_radix_cache.py`: a running request locks the windows of its last piece of a prompt."""
+    sizes = {"max_batched_tokens": 2048, "window_share": 0.1, "request_bytes": 2.0**30}
+    free, found = (memory(serving()._replace(prompt=prompt), window_kept=each, **sizes) for each in (0.0, 256.0))
+    assert found.cache_tokens[0] == free.cache_tokens[0] < memory(serving()).cache_tokens[0]
+    assert free.sequences[0] == inf
+    assert found.sequences[0] == found.cache_tokens[0] * 0.1 // (piece + 256)
+
+
+def test_layers_that_reuse_keys_and_values_may_have_a_cache_of_their_own() -> None:
+    """sglang 0.5.15 `pool_configurator.py`: all layers have buffers; Gemma 4 E4B reuses 18 of 42."""
+    model = public_model("google/gemma-4-E4B-it")
+    few, all_layers = (token_bytes(model, settings(), caches_reused=each)[0] for each in (False, True))
+    assert few == 2 * 2 * 2 * (20 * 256 + 4 * 512)
+    assert all_layers == 2 * 2 * 2 * (35 * 256 + 7 * 512)
+
+
+def test_attention_ranks_may_divide_the_head_and_dense_networks() -> None:
+    """sglang 0.5.15 `models/qwen3_moe.py`: the head, unless enable-dp-lm-head is set; `layers/communicator.py`."""
+    whole, head, networks = (
+        weight_bytes(serving(DENSE), settings(data=4.0, **each))[0]
+        for each in ({}, {"head_ranks": 4.0}, {"network_ranks": 4.0})
+    )
+    assert whole - head == 0.75 * 2.0 * DENSE.vocab_size * DENSE.hidden_size
+    assert whole - networks == 0.75 * 2.0 * DENSE.num_layers * 3 * DENSE.hidden_size * DENSE.ffn_hidden_size
+
+
+def test_kernels_that_compute_what_windows_mask_take_prompts_longer() -> None:
+    """Triton's for prompts in SGLang 0.5.14, table of aiconfigurator-core 0.12.0: 8,192 tokens of 16 heads of 256
+    elements with a window of 1,024 take 5.37 ms on an H200, 102 TFLOPS of all pairs."""
+    of = serving(mixed(DENSE, {"window": 1024}, 30))._replace(prompt=8192.0, peak=989e12)
+    usual, masks = (iteration_costs(of, settings(masked_rate=each), costs()).pair[0] for each in (np.nan, 0.1))
+    heads, width = DENSE.num_attention_heads, DENSE.kv_channels or 0
+    assert masks == pytest.approx(36 * 4.0 * heads * width / (0.1 * 989e12))
+    assert masks > usual
+
+
 def test_layers_that_run_again_have_a_cache_and_no_weights() -> None:
     layers = mixed(DENSE, {"window": 1024}, 30).layers
     model = replace(DENSE, num_layers=72, layers=(*layers, *(replace(each, repeats=True) for each in layers)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_serving.job import Load
 from flagcore_serving.model import batches, simulation
 from flagcore_serving.model.closed_loop import ClosedLoop, steady_state
 from flagcore_serving.model.disaggregated import Disaggregated, Prefill
@@ -15,6 +16,7 @@ from flagcore_serving.model.iteration import IterationCosts
 from flagcore_serving.model.price import Lane, Price
 from flagcore_serving.model.request_times import SimulationCheck
 from flagcore_serving.model.sequences import SimulatedRun
+from flagcore_serving.model.simulated_load import SimulatedLoad
 from flagcore_serving.model.simulation import Simulation
 from flagcore_serving.model.work import UNFITTED
 
@@ -384,6 +386,17 @@ def test_long_answers_of_a_pipeline_are_computed_in_few_steps(monkeypatch: pytes
 def test_a_batch_that_is_planned_ahead_has_all_drafts_of_the_one_before() -> None:
     waits = [joining(drafted=3.0, gain=2.5, ahead=each) for each in (0.0, 1.0)]
     assert 0.8 < waits[1] - waits[0] < 1.3
+
+
+def test_equal_answers_with_drafts_do_not_end_together() -> None:
+    """Otherwise all prompts but the first ones of a closed loop come at once, and wait for each other."""
+    load = SimulatedLoad.draw(Load(input_len=1024, output_len=512, num_prompts=64, concurrency=16))
+    plain, drafted = (
+        load.figures(price_of(replace(LANE, **given), mixes=False), 1, {})
+        for given in ({}, {"drafted": 3.0, "gain": 2.5})
+    )
+    assert drafted["ttft_s.p50"] < 0.7 * plain["ttft_s.p50"]
+    assert drafted["ttft_s.p99"] > drafted["ttft_s.p50"]
 
 
 def test_an_ended_request_keeps_its_slot_and_its_cache_for_an_iteration() -> None:
