@@ -16,9 +16,11 @@ from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_serving.job import EngineArg
 from flagcore_serving.space.hardware import PP, TP
 from flagcore_serving.space.settings import GRAPH_BYTES, GRAPH_TOKENS
+from flagcore_serving.space.weights import context_limit
 
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
+from flagcore_vllm.cache import is_packed
 
 RESERVES_GRAPHS_SINCE = {"sm_": (0, 20, 0), "gfx": (0, 26, 0)}
 """By architecture: the first release whose cache leaves room for graphs (`VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS` of
@@ -26,6 +28,9 @@ RESERVES_GRAPHS_SINCE = {"sm_": (0, 20, 0), "gfx": (0, 26, 0)}
 LAYER_GRAPH_BYTES = 0.3e6
 """Bytes that vLLM reserves for a graph of a layer: 0.08 and 0.09 GiB for 4 and 5 graphs of 64 layers
 (noonghunna/club-3090 issues 617 and 434), 1.62 GiB for 86 (vllm-project/vllm pull request 39559)."""
+COMPRESSED_GRAPH_BYTES = 0.6e6
+"""Those with compressed attention, whose layers are not compiled: estimates of 1.58 GiB for 68 graphs of 43 layers (a
+log of 0.25 on two RTX PRO 6000), and of 0.64 GiB for 25."""
 GRAPH_FLAGS = ("cudagraph-capture-sizes", "max-cudagraph-capture-size", "cuda-graph-sizes")
 """The flags for the sizes of captured batches, of which the first two are also keys of the compilation config."""
 MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE, MORE_GRAPHS_ON = 1024, (0, 18), "sm_10"
@@ -42,6 +47,8 @@ SORTS_UNTIL = (0, 17, 0)
 """The first release seen with a kernel for top-k and top-p (0.14 sorts)."""
 INDEX_KEYS = 40
 """The keys for which an indexer's workspace has room, for each token of a sequence."""
+ROTATED = 64
+"""The elements of a key of compressed attention that are rotated."""
 SCORE_BYTES = 512 * 2**20
 """The bytes of an indexer's scores at the peak of the profile."""
 GRAPH_SIZES = np.array([1, 2, 4, *range(8, 256, 8), *range(256, 2049, 16)])
@@ -98,7 +105,8 @@ def reserved_bytes(
         np.searchsorted(GRAPH_SIZES, size, side="right") for size in (largest, np.minimum(graphs, seqs * query))
     )
     captured = np.where(whole == 0.0, pieces, pieces + decodes)
-    own = (LAYER_GRAPH_BYTES * captured - GRAPH_BYTES) * model.num_layers / values[PP].clip(1)
+    layer = COMPRESSED_GRAPH_BYTES if is_packed(model) else LAYER_GRAPH_BYTES
+    own = (layer * captured - GRAPH_BYTES) * model.num_layers / values[PP].clip(1)
     is_charged = (whole != 0.0) & (CHARGES_SINCE <= number < OTHER_RUNNER_SINCE)
     charged = np.where(is_charged, _charged_bytes(task, values, GRAPH_SIZES[decodes.clip(1) - 1] // query, tokens), 0.0)
     has_indexer = any(isinstance(each, LatentAttention) and each.indexer for each in mixer_counts(model))
@@ -109,10 +117,11 @@ def reserved_bytes(
 def sparse_bytes(task: Task, context: IntArray, tokens: IntArray) -> FloatArray:
     """Return the bytes of what sparse attention allocates beside its layers.
 
-    A workspace for gathered keys grows with `context`: 40 keys of an indexer for each of its tokens, or 4 prompts of
-    compressed attention, with their windows and `tokens` tokens. The profile of the latter has 512 MiB of an indexer's
-    scores at its peak. Sources: 0.26 and 0.32 `v1/attention/backends/mla/indexer.py` (get_max_prefill_buffer_size),
-    `layers/sparse_attn_indexer.py`, `models/deepseek_v4/nvidia/flashmla.py`.
+    Compressed attention has two tables of rotations in 32 bits. A workspace for gathered keys grows with `context`: 40
+    keys of an indexer for each of its tokens, or 4 prompts of compressed attention, with their windows and `tokens`
+    tokens. The profile of the latter has 512 MiB of an indexer's scores at its peak. Sources: 0.26 and 0.32
+    `v1/attention/backends/mla/indexer.py` (get_max_prefill_buffer_size), `layers/sparse_attn_indexer.py`,
+    `models/deepseek_v4` (`nvidia/flashmla.py`, `common/rope.py`).
     """
     found = np.zeros(context.shape)
     for mixer in mixer_counts(task.spec.model):
@@ -121,7 +130,8 @@ def sparse_bytes(task: Task, context: IntArray, tokens: IntArray) -> FloatArray:
         if isinstance(mixer, CompressedAttention) and mixer.index_heads:
             keys = 8.0 * mixer.head_dim * (context / mixer.rate + mixer.window + tokens)
             found = np.maximum(found, np.maximum(keys, INDEX_KEYS * mixer.index_bytes * context) + SCORE_BYTES)
-    return found
+    positions = context_limit(task.spec) if is_packed(task.spec.model) else None
+    return found + 2.0 * 4.0 * ROTATED * (positions or 0)
 
 
 def _charged_bytes(task: Task, values: Columns, batch: IntArray, tokens: IntArray) -> FloatArray:

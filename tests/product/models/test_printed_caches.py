@@ -36,6 +36,17 @@ def memory_of(
     return record["memory"]
 
 
+MTP_3: dict[str, Any] = {
+    "speculation": "mtp",
+    "speculative_tokens": 3,
+    "kv_cache_type": "fp8",
+    "context_len": 262144,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 8192,
+    "gpu_memory_utilization": 0.92,
+}
+
+
 @pytest.mark.parametrize(
     ("chip", "devices", "version", "model", "candidate", "gib"),
     [
@@ -67,6 +78,18 @@ def memory_of(
             8.29,
         ),
         ("H200", 8, "0.25.1", "zai-org/GLM-5.2-FP8", {"context_len": 1_000_000, "gpu_memory_utilization": 0.9}, 26.5),
+        # noonghunna/club-3090 issues 849 and 602: nvidia's checkpoint with a head of 4 bits, and a cache with scales
+        ("RTX-5090", 2, "0.25.1", "nvidia/Qwen3.6-27B-NVFP4", MTP_3 | {"gpu_memory_utilization": 0.85}, 14.68),
+        ("RTX-3090", 2, "0.24.0", "Qwen/Qwen3.6-27B-FP8", MTP_3 | {"kv_cache_type": "int8_per_token_head"}, 5.23),
+        # eight lines of one log of August 2026, "qwen3-235b" on four RTX PRO 6000
+        (
+            "RTX-PRO-6000",
+            4,
+            "0.27.0",
+            "Qwen/Qwen3-235B-A22B-FP8",
+            {"context_len": 32768, "max_num_seqs": 32, "gpu_memory_utilization": 0.9},
+            27.85,
+        ),
         # myoceane.fr, 2026-04-18, "vLLM A100": with its vision tower
         ("A100-80GB", 1, "0.19.0", "google/gemma-4-26B-A4B", {"enforce_eager": True, "context_len": 131072}, 21.5),
     ],

@@ -45,13 +45,15 @@ class CompressedAttention(Mixer):
         return 2 * overlap * (self.head_dim + self.index_dim) if self.rate else 0
 
     def products(self, hidden_size: int) -> tuple[Product, ...]:
-        inputs = self.query_rank + self.head_dim + self._compressors + self.index_heads
+        """Compressors and weights of the indexer's heads keep 16 bits (vLLM 0.32 `deepseek_v4/compressor.py`)."""
         found = [
-            Product(inputs=hidden_size, outputs=inputs, split=""),
+            Product(inputs=hidden_size, outputs=self.query_rank + self.head_dim, split=""),
             Product(inputs=self.query_rank, outputs=self._width, name="queries"),
             Product(inputs=self._width // self.output_groups, outputs=self.output_groups * self.output_rank),
             Product(inputs=self.output_groups * self.output_rank, outputs=hidden_size, split="inputs"),
         ]
+        if self.rate:
+            found.append(Product(inputs=hidden_size, outputs=self._compressors + self.index_heads, split="", group=""))
         if self.index_heads:
             found.append(Product(inputs=self.query_rank, outputs=self.index_heads * self.index_dim, split=""))
         return tuple(found)

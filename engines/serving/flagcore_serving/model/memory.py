@@ -94,7 +94,8 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     if (capacity := costs.memory.capacity_bytes()) is not None:
         driver = costs.memory.device_used_bytes(np.zeros(1)) + settings.communicators * communicator_bytes(costs.memory)
         beside = settings.memory_fraction if overheads.activations_beside else 1.0  # a share of what is free before
-        held = held + beside * np.minimum(driver, overheads.outside)
+        outside = overheads.outside + settings.communicators * overheads.outside_of_group
+        held = held + beside * np.minimum(driver, outside)
         budget, free = settings.memory_fraction * capacity - held, capacity - driver + 0.0 * weights
     other = 0.0 if overheads.activations_beside else activations + graphs
     rest = settings.rest_share * (free - weights - adapters - activations - graphs)

@@ -126,8 +126,8 @@ class Overheads:
     - `embeds_on_host`: whether devices have the head, but never the embedding.
     - `activations_beside`: whether the engine's share is one of the memory that is free before it loads weights, and
       covers only these and the cache.
-    - `outside`: the most bytes of driver and libraries that the share must hold. Others, such as communicators, are in
-      use before the engine begins to measure.
+    - `outside`, `outside_of_group`: the most bytes of driver and libraries that the share must hold, and those of each
+      communicator. Others are in use before the engine begins to measure.
     - `copied_below`: copies of 16 bits are kept of the product that expands latents to keys and values, for attention
       without this product, if its weights have fewer bytes.
     - `pads_mxfp4`: by architecture, the multiples of rows and of a rank's columns of experts, and the copies of scales.
@@ -209,6 +209,7 @@ class Overheads:
     embeds_on_host: bool = False
     activations_beside: bool = False
     outside: float = math.inf
+    outside_of_group: float = 0.0
     copied_below: float = 0.0
     pads_mxfp4: Mapping[str, Sequence[float]] = field(default_factory=dict)
     whole_prompts: bool = False
