@@ -95,6 +95,8 @@ def test_a_space_may_use_yaml_words() -> None:
     assert set(choices["flash_attention"]) == {None, "on", "off"}
     assert set(choices["n_gpu_layers"]) == {-1, 0, 9999}
     assert choices["instances"] == (1, 2)
+    spelled = serving("llamacpp", space={"flash_attention": (1, "false")})  # `common/arg.cpp` @0216dab3: is_truthy
+    assert set(space_of(ENGINE, spelled).choices["flash_attention"]) == {None, "on", "off"}
 
 
 def test_instances_have_disjoint_cores() -> None:

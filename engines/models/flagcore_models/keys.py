@@ -235,8 +235,7 @@ def format_of_weights(config: Mapping[str, Any]) -> str | None:
 
     Weights of 4 bits that are converted before computing, including mxfp4 of transformers (17/32 bytes), are reported
     as int4. Reads the keys of transformers (AWQ, GPTQ, bitsandbytes, mxfp4, fp8), compressed-tensors (`config_groups`;
-    mxfp4 has one scale for 32 weights, vLLM 0.33 `_is_mxfp4`), ModelOpt, and Quark (vLLM 0.32 `quantization/quark`)
-    but for its mxfp4.
+    mxfp4 has one scale for 32 weights, vLLM 0.33 `_is_mxfp4`), ModelOpt, and Quark (vLLM 0.32 `quantization/quark`).
     """
     found = section_of(config, "quantization_config") or section_of(
         section_of(config, "text_config"), "quantization_config"
@@ -255,7 +254,8 @@ def format_of_weights(config: Mapping[str, Any]) -> str | None:
             return "fp8"
         if method == "quark":
             kind = section_of(section_of(found, "global_quant_config"), "weight").get("dtype")
-            return {"fp8_e4m3": "fp8", "int8": "int8", "int4": "int4", "uint4": "int4"}.get(str(kind))
+            kinds = {"fp8_e4m3": "fp8", "int8": "int8", "int4": "int4", "uint4": "int4", "fp4": "mxfp4"}
+            return kinds.get(str(kind))
         return None if NVFP4.isdisjoint(algorithms_of(found).values()) else "nvfp4"
     kind = "fp" if weights.get("type") == "float" else "int"
     name = f"{kind}{weights.get('num_bits')}"

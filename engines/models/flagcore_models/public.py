@@ -13,7 +13,7 @@ from typing import Any
 from flagcore.errors import SpecError
 from flagcore.spec.models import absolute_model, model_from
 from flagcore.spec.plain_data import Notes, package_yaml, parse_yaml, read_mapping
-from flagcore_models.keys import Table, format_of_weights, section_of
+from flagcore_models.keys import Table, format_of_weights, is_mxfp4, section_of
 
 _NAMES = package_yaml(__package__, "names.yaml")
 FORMATS, _SAME_SHAPE = _NAMES["formats"], _NAMES["same_shape"]
@@ -47,6 +47,8 @@ def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
     config, (stem, weights), lower = dict(_table()[found]), _stem(name), name.lower()
     if lower.endswith("-base"):  # only DeepSeek-V4's experts that were trained further have 4 bits
         config.pop("expert_dtype", None)
+    if weights == "mxfp4" and is_mxfp4(config):  # its own
+        weights = None
     if weights is None and "gguf" in lower and format_of_weights(config) != "int4":  # those in mxfp4 stay in it
         weights = _NAMES["usual_gguf"]
     if any(f"-{word}" in lower for word in _NAMES["in_bf16"].get(lower.partition("/")[0], ())):
@@ -111,10 +113,13 @@ def _stem(name: str) -> tuple[str, str | None]:
     words = words[1:] if words[0] in _NAMES["owners"] and len(words) > 1 else words
     words = [*words[:1], *(each for each in words[1:] if each not in ("instruct", "chat"))]
     while len(words) > 1 and (
-        words[-1] in _SAME_SHAPE or _format(words[-1]) or re.fullmatch(r"[01]\d{3}|2[3-6]\d\d", words[-1])
+        words[-1] in _SAME_SHAPE
+        or _format(words[-1])
+        or re.fullmatch(r"[01]\d{3}|2[3-6]\d\d", words[-1])
+        or (_format(words[-2]) and re.fullmatch(r"v\d", words[-1]))
     ):
         last = _format(words.pop())
-        weights = weights or last
+        weights = last if last in ("nvfp4", "mxfp4") else weights or last
     return "-".join(words), weights
 
 

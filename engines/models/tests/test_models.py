@@ -436,7 +436,7 @@ def test_an_invalid_tower_names_its_key(tmp_path: Path) -> None:
     assert "min_pixels" in raised.value.key
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("fp8_e4m3", "fp8"), ("uint4", "int4"), ("fp4", None)])
+@pytest.mark.parametrize(("kind", "expected"), [("fp8_e4m3", "fp8"), ("fp4", "mxfp4"), ("fp6_e3m2", None)])
 def test_the_format_of_a_checkpoint_of_quark_is_that_of_its_weights(kind: str, expected: str | None) -> None:
     stored = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": kind}}}
     assert format_of_weights({"quantization_config": stored}) == expected
@@ -570,6 +570,24 @@ def test_a_gguf_header_without_end_is_refused_before_it_is_read(tmp_path: Path, 
     file.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"x" + value)
     with refuses("model"):
         gguf_shape(str(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "stored"),
+    [
+        ("amd/Qwen3-Coder-480B-A35B-Instruct-MXFP4", "Qwen/Qwen3-Coder-480B-A35B-Instruct", "mxfp4"),
+        ("amd/DeepSeek-R1-0528-MXFP4-v2", "deepseek-ai/DeepSeek-R1", "mxfp4"),
+        ("amd/Kimi-K2.5-MXFP4-AttnFP8", "moonshotai/Kimi-K2.5", "mxfp4"),
+        ("MiniMaxAI/MiniMax-M3-MXFP8", "MiniMaxAI/MiniMax-M3", "mxfp8"),
+        ("Inferact/Muse-Glimmer-30B-NVFP4-W4A4", "meta-models/Muse-Glimmer-30B", "nvfp4"),
+        ("google/gemma-4-31B-it-qat-w4a16-ct", "google/gemma-4-31B", "int4"),
+        ("unsloth/gpt-oss-120b-MXFP4", "openai/gpt-oss-120b", "int4"),
+        ("deepseek-ai/DeepSeek-V2", "deepseek-ai/DeepSeek-V2", None),
+    ],
+)
+def test_words_after_a_format_do_not_hide_the_model(name: str, shape: str, stored: str | None) -> None:
+    found = public.find_public(name)
+    assert (public.public_name(name), found and found[1]) == (shape, stored)
 
 
 def test_an_entry_that_is_read_alone_is_that_of_the_whole_table() -> None:
