@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
-from flagcore_models.layers import attention_counts, embedding_of, layer_counts, layer_embeddings
+from flagcore_models.layers import attention_counts, embedding_of, head_of, layer_counts, layer_embeddings
 from flagcore_models.mixers.attention import Attention
 from flagcore_training.adapters import absent_targets
 from flagcore_training.frameworks import has_tiled_loss, keeps_activations_on_host
@@ -31,19 +31,17 @@ from flagcore_training.weights import parts_of_model, stage_parameters
 
 from flagcore.contracts import Costs, Plans
 from flagcore.domain.prediction import ModelPart, Predictions
-from flagcore.domain.space import Columns, FloatArray, IntArray, Rule
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Rule
 from flagcore.domain.spec import Task
 from flagcore.domain.work import LONGEST
 from flagcore.i18n import N_, Message
+from flagcore_trainers import framework
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard import traffic
-from flagcore_trainers.fully_shard.activations import activations
-from flagcore_trainers.fully_shard.memory import LOSS_BYTES
+from flagcore_trainers.fully_shard.activations import NORM_BYTES, activations
+from flagcore_trainers.fully_shard.memory import LOSS_BYTES, LOSS_FORWARD_BYTES
 from flagcore_trainers.fully_shard.weights import MemoryInputs
 from flagcore_trainers.program import MEANINGS, StateSection
-
-NORM_BYTES = 4.0
-"""Bytes per element that a norm of several kernels stores beyond a copy of its input: it computes in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +64,9 @@ class Moments:
     def plus(self, **extra: FloatArray) -> "Moments":
         """Return moments with further bytes, by name."""
         return replace(self, **{name: getattr(self, name) + value for name, value in extra.items()})
+
+
+MOMENTS = ("forward", "loss", "head", "layer", "end")
 
 
 def moments(train: Training, layout: Layout) -> Moments:
@@ -91,6 +92,9 @@ def moments(train: Training, layout: Layout) -> Moments:
         pipeline=ones,
         schedule=np.zeros_like(ones, dtype=np.int64),
         fused_norm=False,
+        fused_activation=train.options.fused_layers,
+        plain_norm=not train.options.fused_layers,
+        autocast=train.options.autocast,
         split_tokens=layout.sequence_parallel > 0,
         gradients_wait=False,
         tiled_loss=train.options.tiled_loss,
@@ -100,21 +104,26 @@ def moments(train: Training, layout: Layout) -> Moments:
         dora_stored=PEFT_STORED,
     )
     act = activations(job)
-    norm, is_kept = NORM_BYTES * act.hidden / u, job.checkpointing == 0
-    stored, layer = act.stored, np.zeros_like(ones)
+    is_kept, is_trained = job.checkpointing == 0, train.options.adapter is None
+    stored, layer, casts = act.stored, np.zeros_like(ones), np.zeros_like(ones)
+    is_cast = job.is_wide or (job.autocast and job.stored_bytes[0] > u)  # weights, also frozen ones, are in fp32
     for each, number in layer_counts(model).items():
-        extra = len(each.parts) * norm
+        extra, cast = np.zeros_like(ones), u * is_cast * job.units[each].weights
         if isinstance(mixer := each.mixer, Attention):
-            extra = extra + stored_scores(train, layout, mixer) - 4.0 * mixer.num_heads * job.tokens / layout.tensor
-        stored = stored + number * np.where(is_kept, extra, 0.0)
+            extra = stored_scores(train, layout, mixer) - 4.0 * mixer.num_heads * job.tokens / layout.tensor
+        stored, casts = stored + number * np.where(is_kept, extra, 0.0), casts + number * cast
         for moment in act.layers[each].backward:
-            layer = np.maximum(layer, moment + np.where(is_kept, 0.0, extra))
-    layer = stored + layer
-    trained = u / layout.tensor * (train.options.adapter is None)  # frozen weights have no gradients
+            layer = np.maximum(layer, moment + np.where(is_kept, 0.0, extra + cast))
+    kept = np.where(is_kept, casts, 0.0)
+    layer = stored + layer + kept
     tables = embedding_of(model).products(model.hidden_size), layer_embeddings(model)[:1]
-    table, own = (trained * sum(each.weights for each in products) for products in tables)
-    logits, at_head = job.logits, stored + act.head_input + norm
-    loss, gradients = (LOSS_BYTES + job.cap_bytes) * logits, u * logits + table + act.hidden
+    table, own = (u / layout.tensor * sum(each.weights for each in products) for products in tables)
+    logits, at_head = job.logits, stored + act.head_input + NORM_BYTES * act.hidden / u + kept + is_cast * table
+    # Autocast keeps its casts of trained weights until the loss is computed.
+    forward = is_cast * ((u + LOSS_FORWARD_BYTES) * logits + (casts - kept) * is_trained)
+    table, own = table * is_trained, own * is_trained  # frozen weights have no gradients
+    final = table * (1.0 + job.is_wide)  # the gradient that stays
+    loss, gradients = (LOSS_BYTES + job.cap_bytes) * logits, u * logits + table + final * job.is_wide + act.hidden
     if job.tiled_loss or job.loss_parts > 1.0:  # gradients of hidden states and head in fp32, and their copies
         of_part, is_part = 4.0 * (act.hidden + table) / u, job.loss_parts > 1.0  # the logits of the part before stay
         loss = of_part + act.hidden * is_part + (u + (LOSS_BYTES + job.cap_bytes) * is_part) * logits
@@ -122,12 +131,13 @@ def moments(train: Training, layout: Layout) -> Moments:
     states = states_of(train, layout, stage_parameters(train, layout, stage(model, layout, np.zeros_like(ones))))
     is_late = (layout.microbatches <= 1) & (not train.options.fsdp)
     late = np.where(is_late, states[0].gradients + states[1].gradients, 0.0)
+    is_whole = is_late & (not train.options.shard_gradients)  # the first gradient of a weight is the one that stays
     return Moments(
-        forward=at_head - late,
+        forward=at_head + forward - late,
         loss=at_head + loss - late,
         head=at_head + gradients - late,
-        layer=layer - np.maximum(late - table, 0.0),
-        end=act.hidden + np.maximum(table, own),
+        layer=layer - np.maximum(late - final, 0.0),
+        end=act.hidden + np.maximum(final * (1.0 + head_of(model).tied - is_whole), own),
     )
 
 
@@ -256,14 +266,25 @@ def predict(
         train = replace(train, options=replace(train.options, loss_parts=loss_parts))
         layout = layout_of({name: values[rows] for name, values in given.items()})
         extra = None if buffers is None else {name: each[rows] for name, each in buffers.items()}
+        if kind < 2 and framework.of_replicas(task.spec):  # buckets of DDP, to which all gradients are copied
+            first = stage_parameters(train, layout, stage(train.model, layout, np.zeros_like(layout.data)))
+            copies = sum((each.gradients for each in states_of(train, layout, first)), np.zeros(()))
+            extra = dict.fromkeys((*MOMENTS, "step"), copies)
         return _predict(task, train, layout, costs, extra)
 
     return prediction.by_kind(2 * given[ZERO] + given[OFFLOAD], of_rows)
 
 
 def training(task: Task, stage: int, offload: int, states: StateSection) -> Training:
-    """Return what the candidates with one ZeRO stage, with or without offloaded optimizer states, have in common."""
-    train = task.spec.train
+    """Return what the candidates with one ZeRO stage, with or without offloaded optimizer states, have in common.
+
+    Without DeepSpeed, the optimizer of a framework has the weights themselves, in fp32 or as they are loaded.
+    """
+    train, (is_fused, casts) = task.spec.train, framework.plain_layers(task.spec)
+    if stage == 0 and framework.of_replicas(task.spec):
+        wide = 2 * casts
+        own = {"gradients": 2 + wide, "main_weights": wide, "moments": min(states.moments, 4 + 2 * wide)}
+        states = states.model_copy(update={**own, "fused_adam": True})
     first = states.moments // 2
     if states.muon:  # ZeRO 1 and 2 keep a second copy (DeepSpeed 0.19.8 `_muon_staging_momentum`)
         first = (4 if train.precision == "fp32" else 2) * (1 if stage == 3 else 2)
@@ -280,6 +301,9 @@ def training(task: Task, stage: int, offload: int, states: StateSection) -> Trai
         fused_adam=states.fused_adam,
         tiled_loss=has_tiled_loss(task.spec),
         host_activations=keeps_activations_on_host(task.spec),
+        fused_layers=is_fused,
+        autocast=casts and stage == 0,
+        precision_aware_optimizer=states.main_weights == 0,
         adapter=train.adapter,
         peft=Peft.of(task.spec.model),
         linked_devices=float(task.cluster.linked_devices),
@@ -356,7 +380,7 @@ def _plain_memory(train: Training, layout: Layout, costs: Costs, buffers: Mappin
     parameters = stage_parameters(train, alone, first)
     if buffers is None:
         gathered = gathered_bytes(train, alone, *states_of(train, alone, parameters))
-        buffers = dict.fromkeys(("forward", "loss", "head", "layer"), gathered)
+        buffers = dict.fromkeys(MOMENTS[:4], gathered)
     else:
         buffers = {name: each[is_alone] for name, each in buffers.items()}
     zeros = np.zeros_like(alone.data)
@@ -375,6 +399,23 @@ def _plain_memory(train: Training, layout: Layout, costs: Costs, buffers: Mappin
         getattr(used.memory, name)[is_alone] = getattr(memory, name)
     used.reserved[is_alone], used.used[is_alone] = own_use.reserved, own_use.used
     return used
+
+
+def on_one_device(task: Task, layout: Layout, found: Predictions, costs: Costs, rows: BoolArray) -> Predictions:
+    """Return predictions whose memory in `rows` is that of plain layers of torch, with the states of those `found`."""
+    train = training(task, 0, 0, StateSection())
+    above = moments(train, layout).highest()
+    peak = found.static_bytes + above + 2.0 * costs.memory.workspace_bytes()
+    memory = Memory(static=found.static_bytes, activation=above, peak=peak, worst_stage=found.worst_stage)
+    has_lengths = train.lengths is not None and train.lengths.batching == LONGEST
+    used = in_use(costs.memory, memory, layout, train, above * has_lengths)
+    return replace(
+        found,
+        activation_bytes=np.where(rows, above, found.activation_bytes),
+        peak_allocated_bytes=np.where(rows, peak, found.peak_allocated_bytes),
+        reserved_bytes=np.where(rows, used.reserved, found.reserved_bytes),
+        device_used_bytes=np.where(rows, used.used, found.device_used_bytes),
+    )
 
 
 def with_fused_kernels(train: Training) -> Training:

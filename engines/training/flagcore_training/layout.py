@@ -83,9 +83,10 @@ class Options:
     are freed before those of the model are computed. With `in_place_loss`, the loss works in place on 16-bit logits;
     with `copied_loss`, its backward copies the fp32 probabilities. With `tiled_loss`, backward computes the head again,
     on tiles of its logits. With `host_activations`, plain layers without stages keep what autograd stores on the host
-    until backward. They run head and loss on `loss_parts` parts of the tokens, one after another. With `rope_fusion`,
-    transformer-engine's layers rotate queries and keys by one kernel. With `one_by_one`, other operations on the
-    sequences of a pack run on each of them.
+    until backward. They run head and loss on `loss_parts` parts of the tokens, one after another. With `fused_layers`,
+    their norms and gates are kernels, with `autocast`, trained weights are in fp32 and its casts compute. With
+    `rope_fusion`, transformer-engine's layers rotate queries and keys by one kernel. With `one_by_one`, other
+    operations on the sequences of a pack run on each of them.
     """
 
     schedule: str | None = None
@@ -146,6 +147,8 @@ class Options:
     cross_entropy_fusion: bool = False
     tiled_loss: bool = False
     host_activations: bool = False
+    autocast: bool = False
+    fused_layers: bool = False
     loss_parts: float = 1.0
     in_place_loss: bool = False
     copied_loss: bool = False

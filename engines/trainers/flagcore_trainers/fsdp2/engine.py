@@ -32,7 +32,7 @@ from flagcore.domain.trial import Measurement
 from flagcore.errors import LaunchError, SpecError
 from flagcore.i18n import _
 from flagcore_trainers import fully_shard as fs
-from flagcore_trainers.framework import fixed, fp32_products, loss_warnings
+from flagcore_trainers.framework import fixed, fp32_products, loss_warnings, of_replicas
 from flagcore_trainers.fully_shard import (
     AC,
     COMPILE,
@@ -61,7 +61,7 @@ from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard.memory import of_rank
 from flagcore_trainers.fully_shard.traffic import FRAMEWORK, RECIPE, TRIAL
 from flagcore_trainers.importing import Imported
-from flagcore_trainers.meaning import WholeModel
+from flagcore_trainers.meaning import WholeModel, on_one_device
 from flagcore_trainers.recipes import on_fsdp, spec_of
 
 KNOBS = read_knobs(__package__, scope=["space"], flag="")
@@ -277,7 +277,14 @@ class Fsdp2(Engine):
         parts = float(train.assumed.get(LOSS_PARTS) or program.loss_parts)
         early = read is None or read.is_on("fsdp")  # other checkpoints may be reentrant
         program = replace(program, loss_parts=parts, casts=casts, stops_early=early)
-        return prediction.predict(task, columns, costs, program)
+        found = prediction.predict(task, columns, costs, program)
+        sizes = (columns[each] for each in (REPLICATE, SHARD, TP, PP, CP))
+        is_alone = (math.prod(sizes) == 1) & (columns[OFFLOAD] == 0) & (columns[AC] != SELECTIVE)
+        if not is_alone.any() or of_replicas(task.spec) is None:
+            return found
+        layout = prediction.layout_of(task, columns)
+        layout = replace(layout, uniform=(columns[AC] > SELECTIVE).astype(np.float64))
+        return on_one_device(task, layout, found, costs, is_alone)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         self._check_command(task.spec)

@@ -22,6 +22,10 @@ from flagcore_trainers.fully_shard.weights import MemoryInputs, part_weights, tr
 ROUTER_BYTES, COPY_BYTES = 6.0, 26.0
 """Bytes that a router stores per token and expert (scores, and probabilities in fp32), and per copy of a token
 (indices and weights). Counted."""
+NORM_BYTES = 4.0
+"""Bytes per element that a norm of several operators stores beyond its input and its output: it computes in fp32.
+Frozen, it stores nothing but its input in fp32. Beside fp32 weights, its input has fp32, and so has what its weight
+multiplies. Counted in transformers 5.24."""
 NORM_VALUES = {2.0: 14.0, 4.0: 5.0}
 """Values per element that the backward of a norm without a fused kernel allocates, in values of 2 or 4 bytes. Counted
 in torch 2.13."""
@@ -121,10 +125,11 @@ def _layer_activations(
 
     A connection of several residual streams stores all of them.
     """
-    u, blocks, streams = job.value_bytes, len(layer.parts), job.model.residual_streams
+    u, blocks, streams, is_wide = job.value_bytes, len(layer.parts), job.model.residual_streams, job.is_wide
     mixer, network = _mixer(job, layer.mixer, hidden), _network(job, layer.network, hidden, whole, norm)
-    between = hidden * streams
+    between = hidden * streams * (1.0 + is_wide)
     full = blocks * (hidden + whole + between * (streams > 1)) + mixer.stored + network.stored
+    full = full + blocks * (_norm_bytes(job) + 2.0 * is_wide * job.plain_norm) * hidden / u
     if own := own_embeddings(job.model):
         tensors, elements = own.saved_by_layer
         full = full + tensors * hidden + u * elements * job.tokens
@@ -139,6 +144,11 @@ def _layer_activations(
     left = again - network.stored - (hidden + whole) * (layer.network is not None) + network.gradients
     moments = [again + each for each in network.moments] + [left + each for each in mixer.moments]
     return LayerActivations(stored, tuple(moments), _output_bytes(job, layer) + blocks * (hidden + whole))
+
+
+def _norm_bytes(job: MemoryInputs) -> float:
+    """Return the bytes per element that a norm stores beyond its input and its output."""
+    return job.plain_norm * (NORM_BYTES - job.value_bytes * (job.adapter is not None))
 
 
 def _network(
@@ -187,22 +197,23 @@ def _adapter_bytes(job: MemoryInputs, layer: Layer, adapter: Adapter, whole: Flo
     """Return what a layer stores beside its adapters, less the inputs of frozen layers without one.
 
     Of experts, PEFT stores the sum of their weights and of the products of their adapters (0.21 `tuners/lora/layer.py`,
-    `ParamWrapper`). What else they need is left out. With dropout, other adapters store an input and a mask each.
+    `ParamWrapper`). What else they need is left out. With dropout, other adapters store an input and a mask each; under
+    autocast, adapters in fp32 store an input each (PEFT 0.21 `_cast_input_dtype`).
     """
-    u, total = job.value_bytes, np.zeros_like(job.tensor)
+    u, total, own = job.value_bytes, np.zeros_like(job.tensor), adapter.dropout or job.autocast
     for part in layer.parts:
         found = [(each, beside(adapter, each, peft=job.peft)) for each in part.products(job.model.hidden_size)]
         split = {each.split for each, adapters in found if each.adapts and adapters}
-        total = total - whole * (adapter.dropout or not split - {"inputs"})
+        total = total - whole * (own or not split - {"inputs"})
         if isinstance(part, Experts):
             total = total + u * part_weights(job, part)[1] * _adapts_experts(job, part)
             continue
-        if isinstance(part, Network) and (adapter.dropout or "inputs" not in split):
+        if isinstance(part, Network) and (own or "inputs" not in split):
             total = total - u * part.width * job.tokens / job.tensor
         ranks, widths = (sum(pair[index] for _each, adapters in found for pair in adapters) for index in (0, 1))
         outputs = widths * job.dora_stored * (adapter.kind == "dora")
         inputs = sum(len(of) * each.inputs / (job.tensor if each.split == "inputs" else 1.0) for each, of in found)
-        total = total + job.tokens * (u * (ranks + outputs / job.tensor) + (u + 1.0) * inputs * adapter.dropout)
+        total = total + job.tokens * (u * (ranks + outputs / job.tensor) + (u * own + adapter.dropout) * inputs)
     return total
 
 
@@ -234,7 +245,8 @@ def _mixer(job: MemoryInputs, mixer: Mixer | None, hidden: FloatArray) -> _PartB
     stored = query + attended + softmax + 2.0 * attended * mixer.gate  # the gate, and the output times the gate
     if not isinstance(mixer, LatentAttention):  # all context-parallel ranks' keys and values, unless an earlier layer's
         keys = (key + value) * job.context * (mixer.projections > 0)
-        return _PartBytes(stored=stored + keys + (query + key) * is_normed, kept=kept, shared=attended)
+        norms = (query + key) * is_normed * (1.0 + _norm_bytes(job) / u)
+        return _PartBytes(stored=stored + keys + norms, kept=kept, shared=attended)
     compressed = u * job.tokens * ((mixer.query_rank + mixer.latent_rank) * (1.0 + is_normed) + mixer.rope_dim)
     expanded = u * mixer.expanded * rows  # values are a part of this tensor
     stored = stored + compressed + (query + expanded) * job.context

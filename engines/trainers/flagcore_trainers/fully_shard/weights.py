@@ -67,6 +67,8 @@ class MemoryInputs:
     `split_tokens`: whether tensor-parallel ranks divide the tokens between blocks.
     `gradients_wait`: whether the gradients of a layer's weights wait until all are there, to be reduced together.
     `casts`: whether autocast computes with fp32 weights: it keeps its casts of all layers until the loss is computed.
+    `autocast`: whether it does without `fully_shard`, also with adapters in fp32. `plain_norm`: whether norms are
+    operators of torch, as in transformers.
     `adapter`: the adapters that are trained; the other weights are then frozen, in the format of activations.
     `dora_stored`: outputs that DoRA stores.
     `sends_stay`: whether a send keeps its tensor until the schedule drops it, as Gloo's does. NCCL frees what is sent.
@@ -97,11 +99,18 @@ class MemoryInputs:
     gradients_wait: bool = True
     whole_gradients: bool = False
     casts: BoolArray | bool = False
+    autocast: bool = False
+    plain_norm: bool = False
     sends_stay: bool = False
     adapter: Adapter | None = None
     dora_stored: float = DORA_STORED
     main_bytes: FloatArray | float = MAIN_BYTES
     narrow_moments: bool = False
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether tensors between layers have fp32, as the embedding does under autocast."""
+        return self.autocast and self.adapter is None
 
     @property
     def state_bytes(self) -> FloatArray | float:
