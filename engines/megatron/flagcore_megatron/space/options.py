@@ -278,7 +278,7 @@ def _refusals(task: Task, settings: Settings, enabled: Set[str]) -> dict[str, tu
     modules, model, version = recompute_modules(settings), task.spec.model, release(task.spec)
     dispatcher, optimizer = settings.get("moe_token_dispatcher_type"), str(settings.get("optimizer") or "adam")
     offloaded, inside, whole = words(settings.get("offload_modules")), {"moe_act", "expert_fc1"}, "fused_group_mlp"
-    given = _given(task.spec)
+    given = given_flags(task.spec)
     possible_modules = {
         "mla_up_proj": any(each.name == "queries" for each in product_counts(model)),
         "moe_act": "moe_grouped_gemm" in enabled,
@@ -346,7 +346,7 @@ def _scope_problem(task: Task, settings: Settings) -> str:
         return "excludes cuda_graph_impl: full_iteration"
     if impl in (None, "none") or not in_versions(">=0.16", release(task.spec)):
         return ""
-    is_te, is_fixed = impl == "transformer_engine", bool(padded) or "moe-paged-stash" in _given(task.spec)
+    is_te, is_fixed = impl == "transformer_engine", bool(padded) or "moe-paged-stash" in given_flags(task.spec)
     dense = model.moe_first_dense_layers or any(each.network != model.layers[0].network for each in model.layers[1:])
     problems = {
         "with full_iteration needs cuda_graph_impl: local": is_te and "full_iteration" in parts,
@@ -361,7 +361,7 @@ def _scope_problem(task: Task, settings: Settings) -> str:
     return next((problem for problem, is_wrong in problems.items() if is_wrong), "")
 
 
-def _given(spec: Spec) -> set[str]:
+def given_flags(spec: Spec) -> set[str]:
     """Return the flags of a command, and of `train.flags`."""
     return {flag for flag, _values in parse_flags((*program_arguments(spec), *spec.train.flags))}
 
@@ -413,7 +413,7 @@ READS = frozenset({"data-path", "train-data-path", "data-args-path", "per-split-
 def is_natural(spec: Spec, settings: Settings) -> bool | None:
     """Return whether the experts of a job have the loads of real text: in fine-tuning, or if the command reads data.
     They have not if the job states their loads, or forces equal ones. None: it says nothing, and has equal ones."""
-    flags = _given(spec)
+    flags = given_flags(spec)
     stated = settings.get("moe_expert_imbalance") or settings.get("moe_expert_capacity_factor")
     if stated or "moe-router-force-load-balancing" in flags:
         return False
