@@ -361,7 +361,9 @@ def _predict(
         used, time_s = memory_in_use(train, layout, costs), step_time(train, layout, costs)
     else:
         used = _plain_memory(train, layout, costs, buffers)
-        time_s = _plain_times(train, layout, traffic.with_torch_attention(task, costs))
+        program = traffic.with_fused_layers(traffic.PLAIN, task.spec)
+        costs = costs if traffic.has_own_attention(task) else traffic.with_torch_attention(task, costs)
+        time_s = _plain_times(train, layout, costs, program)
     return prediction.predictions(train, costs, used, time_s)
 
 
@@ -423,12 +425,12 @@ def with_fused_kernels(train: Training) -> Training:
     return replace(train, transformer_engine=True, options=replace(train.options, gradient_fusion=False))
 
 
-def _plain_times(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatArray]:
+def _plain_times(train: Training, layout: Layout, costs: Costs, program: traffic.Program) -> dict[str, FloatArray]:
     """Return the parts of the step time in seconds with plain layers of torch: fused kernels, and what others take."""
     fused, kernels = with_fused_kernels(train), costs.kernels
     time_s = step_time(fused, layout, costs)
     weights, again = weights_of_rank(train, layout), np.where(layout.uniform > 0, 1.0, 0.0)
     extra = traffic.seconds(
-        fused, in_time(fused, layout), kernels, traffic.PLAIN, checkpointing=2.0 * again, again=again, weights=weights
+        fused, in_time(fused, layout), kernels, program, checkpointing=2.0 * again, again=again, weights=weights
     )
     return {**time_s, "compute_s": time_s["compute_s"] + layout.microbatches * extra * costs.run_slowdown}

@@ -334,10 +334,10 @@ def on_fsdp(read: Reading, replicas: int) -> Part:
     baseline[fs.AC] = checkpoints if read.has_checkpoints() else "none"
     baseline |= {name: True for name in (fs.OFFLOAD, fs.COMPILE) if read.is_on(name)}
     is_bf16, is_shared = _precision(read) == "bf16", read.is_on("fsdp")
-    if not is_bf16 or is_shared or _adapter(read, Notes()):
+    if not is_bf16 or (is_shared and "reduces" not in read.row) or _adapter(read, Notes()):
         read.drop("pure")
-    elif read.is_on("pure"):
-        baseline |= {fs.STATES: "bf16", fs.REDUCE: "bf16"}  # the optimizer has the weights themselves
+    elif read.is_on("pure"):  # the optimizer has the weights themselves
+        baseline |= {fs.STATES: "bf16"} if is_shared else {fs.STATES: "bf16", fs.REDUCE: "bf16"}
     if is_bf16 and is_shared and "reduces" not in read.row:
         baseline[fs.REDUCE] = "bf16"  # accelerate 1.15 `FullyShardedDataParallelPlugin.set_mixed_precision`
     if fs.PP in baseline:

@@ -544,3 +544,36 @@ def test_one_device_and_ddp_hold_what_transformers_allocates(
     gradients = 2.402e9 * (2 if "pure" in method else 4) / 2**30 if "full" in method else 0.0
     assert peaks[0] == pytest.approx(allocated, rel=0.03)
     assert peaks[1] - peaks[0] == pytest.approx(gradients, rel=0.03, abs=0.2)
+
+
+def seconds(data: dict[str, Any]) -> tuple[float, float]:
+    """The predicted step of a job's own layout in seconds, and that of the exchange of experts."""
+    platform = open_spec(data, None, (), plan=True).problem.platform
+    engine, task = platform.engine, platform.task
+    values = {**{knob.name: knob.neutral for knob in engine.knobs}, **data["auto_tuner"]["baseline"]}
+    row = {knob.name: np.array([knob.axis(()).encode(values[knob.name])]) for knob in engine.knobs}
+    found = engine.predict(task, row, platform.costs)
+    return float(found.step_time_s[0]), float(found.time_s["ep_comm_s"][0])
+
+
+@pytest.mark.parametrize("chip", ["H100-SXM", "A100-80GB"])
+def test_a_command_says_which_kernels_its_layers_have(chip: str) -> None:
+    """torch takes cuDNN's attention on some chips, and Liger has one kernel for what are several."""
+    words = "swift sft --model Qwen/Qwen3-8B --max_length 8192 --per_device_train_batch_size 1"
+    options = ("", "--attn_impl flash_attn", "--use_liger_kernel true")
+    plain, flash, fused = (seconds(read_command(None, [f"{words} {each}"], chip=chip).data)[0] for each in options)
+    assert fused < plain
+    assert (plain < flash) == (chip == "H100-SXM")
+
+
+def test_recipes_of_automodel_have_the_dispatcher_and_the_states_that_they_state(folder: Path) -> None:
+    found = {}
+    for name, weights, state in (("deepep", "bf16", "bf16"), ("torch", "float32", None)):
+        backend = f"torch_dtype: {weights}, backend: {{dispatcher: {name}, experts: gmm"
+        recipe = AUTOMODEL.replace("backend: {experts: gmm", backend)
+        lines = [line for line in recipe.splitlines() if not line.startswith("peft")]
+        (folder / "own.yaml").write_text("\n".join(lines))
+        data: Any = read_command(None, ["automodel", "own.yaml"], chip="H100-SXM").data
+        assert data["auto_tuner"]["baseline"].get("state_dtype") == state
+        found[name] = seconds(data)[1]
+    assert 0.0 < 2.0 * found["deepep"] < found["torch"]

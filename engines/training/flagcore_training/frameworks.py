@@ -44,6 +44,23 @@ def has_tiled_loss(spec: Spec) -> bool:
     return bool(has_kernel) and _is_on(spec, name, TILED_LOSS) and not _is_on(spec, name, "whole_loss")
 
 
+def has_fused_layers(spec: Spec) -> bool:
+    """Return whether norms, activations and rotary embeddings are one kernel each, by the framework of a command."""
+    name = framework_of(spec.train.command or ())
+    has_kernels = name is not None and re.search(TABLES[name].get("tiled_families", ""), spec.model.family)
+    return bool(has_kernels) and _is_on(spec, str(name), "fused_layers")
+
+
+def has_torch_attention(spec: Spec) -> bool:
+    """Return whether torch chooses the kernel of attention, by the framework of a spec's command.
+
+    On some chips it is cuDNN's since 2.11 (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`,
+    check_prefer_cudnn_attention; huggingface/transformers pull request 48163).
+    """
+    name = framework_of(spec.train.command or ())
+    return name is not None and "flash_2" in TABLES[name]["keys"] and not _is_on(spec, name, "flash_2")
+
+
 def keeps_activations_on_host(spec: Spec) -> bool:
     """Return whether autograd's tensors go to the host until backward, by the framework of a spec's command."""
     name = framework_of(spec.train.command or ())

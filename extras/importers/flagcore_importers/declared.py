@@ -33,7 +33,8 @@ def servers_of(document: Any, images: Images) -> Iterator[Start]:
 
     - `at`, `if`: the path of the section, and patterns of values in it.
     - `image`, `command`: of the container. Without a command, the image's entry point starts the server.
-    - `model`, `flags`, `flags_of`, `args`: the arguments. `script`: a script that starts the server instead.
+    - `model`, `flags`, `flags_of`, `args`: the arguments; `is_argparse`: flags that are false are left out. `script`: a
+      script that starts the server instead.
     - `role`: `prefill` or `decode` if the server does only that.
     - `devices`, `hosts`, `instances`, `envs`: the paths of these values.
     - `job`: environment variables that the scheduler or the chart sets, each with the quantity that is its value:
@@ -157,7 +158,7 @@ class _Section:
     def _args(self) -> list[str]:
         table = self._table
         args = [*_flags({flag: self.value(path) for flag, path in table.get("flags", {}).items()})]
-        args += _flags(self._of("flags_of") or {})
+        args += (_arguments if table.get("is_argparse") else _flags)(self._of("flags_of") or {})
         for each in table.get("args", ()):
             if isinstance(each, str):
                 value = self.value(each) or []
@@ -186,9 +187,10 @@ class _Section:
     def _others(self) -> dict[str, Any]:
         """Return the keys of the section that the table does not name, with their values."""
         table = str(self._table)
+        known = {*re.findall(r"\w+", table), *(self._of("flags_of") or ())}
         parts = [part for key, part in self._section.items() if isinstance(part, Mapping) and f"{key}." in table]
         keys = {name: value for part in (self._section, *parts) for name, value in part.items()}
-        return {key: value for key, value in keys.items() if key not in re.findall(r"\w+", table)}
+        return {key: value for key, value in keys.items() if key not in known}
 
 
 def _flags(values: Mapping[str, Any]) -> Iterator[str]:
@@ -197,6 +199,14 @@ def _flags(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"--{flag}" if value else f"--no-{flag}"
         elif value is not None and not isinstance(value, (Mapping, list)):
             yield from (f"--{flag}", str(value)) if value != "" else (f"--{flag}",)
+
+
+def _arguments(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the arguments of a program that has no flags for false, and whose flags may have several values."""
+    for flag, value in values.items():
+        words = [] if value is True else map(str, value) if isinstance(value, list) else [str(value)]
+        if value is not None and value is not False:
+            yield from (f"--{flag.lstrip('-').replace('_', '-')}", *words)
 
 
 def _renamed(args: Sequence[str], names: Mapping[str, str]) -> Iterator[str]:

@@ -78,6 +78,26 @@ def test_a_training_command_is_its_own_baseline(words: list[str], tmp_path: Path
     assert not values["use_recompute"]
 
 
+@pytest.mark.parametrize(("section", "form"), [("ARGS", "{}"), ("MODEL_ARGS", "--{}")])
+def test_a_recipe_has_arguments_by_key_and_the_fewest_devices(section: str, form: str, tmp_path: Path) -> None:
+    words = TRAINING.replace("2 --sequence-parallel", "2 --pipeline-model-parallel-size 8").split(" --")
+    given = {name.lstrip("-"): value for name, _, value in (word.partition(" ") for word in words)}
+    values = {**given, "recompute-granularity": "selective", "recompute-modules": ["core_attn", "mlp"]}
+    spelled = {
+        form.format(name if "--" in form else name.replace("-", "_")): value or True for name, value in values.items()
+    }
+    recipe = {"ENV_VARS": {"NCCL_DEBUG": "INFO"}, section: {**spelled, form.format("sequence_parallel"): False}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    imported = read_command(None, ["recipe.yaml"], chip="H100-SXM")
+    data: Any = imported.data
+    assert data["cluster"] == {"chip": "H100-SXM", "nodes": 2, "devices_per_node": 8}
+    assert (data["envs"], data["model"]["num_layers"]) == ({"NCCL_DEBUG": "INFO"}, 8)
+    assert data["auto_tuner"]["baseline"]["pipeline_model_parallel_size"] == 8
+    assert {"--recompute-modules", "mlp"} < {*data["train"]["command"]}
+    assert "sequence_parallel" not in data["auto_tuner"]["baseline"]
+    assert not keys(imported) & {"num_layers", "--num-layers"}
+
+
 INPUTS, UNKNOWN_KEYS, FOUND_INPUTS = yaml.safe_load_all(Path(__file__).with_name("inputs.yaml").read_text())
 IMAGES = {"vllm": "vllm/vllm-openai:v0.11.0", "sglang": "lmsysorg/sglang:v0.5.5"}
 OWN = {"GEMS_VENDOR", "CUDA_DEVICE_MAX_CONNECTIONS", "GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES"}

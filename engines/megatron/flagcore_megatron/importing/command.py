@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,11 @@ def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[d
     else:
         section = shape(flags, _vocabulary(flags, Path(user_command.directory)))
     baseline = baseline_of(flags, section)
+    is_known = cluster["devices_per_node"] != "auto"  # otherwise the baseline is checked when the spec is used
+    if devices == 1 and is_known and (devices := _fewest_devices(flags, baseline)) > 1:
+        per_node = math.gcd(devices, 8)
+        cluster |= {"nodes": devices // per_node, "devices_per_node": per_node}
+        notes.note("cluster", "the fewest devices that the sizes need: the command states none; correct it", "cluster")
     sizes = {"seq_length": flags.get("seq_length"), "global_batch_size": _global_batch(flags, baseline, devices)}
     if sizes["seq_length"] is None:
         notes.report("--seq-length", "is missing", fix="add it to the command")
@@ -63,7 +68,6 @@ def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[d
         raise join_errors(notes.problems)
     train = {"engine": "megatron", **sizes, **options(flags), "command": list(command), "directory": str(directory)}
     tuner: dict[str, Any] = {"baseline": baseline}
-    is_known = cluster["devices_per_node"] != "auto"  # otherwise the baseline is checked when the spec is used
     settings = {"settings": parse_settings(user_command.arguments)}
     if is_known and (problem := baseline_problem(baseline, {**train, **settings}, section, devices)):
         notes.note("baseline", f"the command cannot run: {problem}; the rule of thumb is used instead", "auto_tuner")
@@ -162,6 +166,15 @@ def _global_batch(flags: Flags, baseline: dict[str, Any], devices: int) -> Any:
     replicas = devices // math.prod(baseline.get(name, 1) for name in SIZES[:3])
     flags.note("global_batch_size", "is missing: as in Megatron, one micro-batch of each replica", "train")
     return baseline["micro_batch_size"] * max(1, replicas)
+
+
+def _fewest_devices(flags: Flags, baseline: Mapping[str, Any]) -> int:
+    """Return the fewest devices on which a job with these sizes can start, or 1 if a size is no number."""
+    tensor, stages, context, experts = (baseline.get(name, 1) for name in SIZES[:4])
+    numbers = (tensor, stages, context, experts, split := flags.get("expert_tensor_parallel_size", tensor))
+    if any(type(each) is not int or each < 1 for each in numbers):
+        return 1
+    return int(stages) * math.lcm(tensor * context, experts * split if experts > 1 else 1)
 
 
 def _compare_shapes(flags: Flags, section: dict[str, Any]) -> None:

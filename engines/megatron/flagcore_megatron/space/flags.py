@@ -1,6 +1,6 @@
 """Converts knobs and settings to the flags of a release of Megatron-LM, and back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 
@@ -27,6 +27,16 @@ SETTINGS_BY_FLAG = {
 If a setting has no Megatron flag, its name is used as the flag, which a user's own program may accept."""
 
 
+WORDS = {
+    "alltoall_seq": "alltoall",
+    "kvallgather_cp_algo": "all_gather",
+    "megatron_cp_algo": "p2p",
+    "ulysses_cp_algo": "a2a",
+}
+"""Values of MindSpeed-LLM's arguments (@c77308a1), and those of Megatron-LM's settings that mean the same. Megatron-LM
+itself had the first before 0.13."""
+
+
 def settings_of_command(spec: Spec) -> dict[str, SettingValue]:
     """Return the settings that the flags of `train.command` set. If a flag is repeated, its last value is used."""
     return dict(parse_settings(tuple(program_arguments(spec))))
@@ -37,11 +47,21 @@ def parse_settings(command: tuple[str, ...]) -> Mapping[str, SettingValue]:
     """Return the settings that the flags of a command set."""
     settings: dict[str, SettingValue] = {}
     for flag, values in parse_flags(command):
-        if flag in SETTINGS_BY_FLAG:
+        if flag == "num-layer-list" and all(each.isdecimal() for each in ",".join(values).split(",")):
+            settings[LAYOUT] = _layout_of(",".join(values), dict(parse_flags(command)).get("mtp-num-layers", []))
+        elif flag in SETTINGS_BY_FLAG:
             knob, word = SETTINGS_BY_FLAG[flag]
-            text = "true" if knob.kind == "flag" else word or ",".join(values)
+            text = "true" if knob.kind == "flag" else word or ",".join(WORDS.get(each, each) for each in values)
             settings |= setting_from_text(knob.name, text)
     return settings
+
+
+def _layout_of(layers: str, depths: Sequence[str]) -> str:
+    """Return the layout with the layers of each stage as in `15,15,16,15`, and the depths of multi-token prediction.
+
+    Source: MindSpeed-LLM @c77308a1 `core/transformer/transformer_block.py`, get_num_layers_to_build.
+    """
+    return f"E{'|'.join(f't*{each}' for each in layers.split(','))}m*{(*depths, '0')[0]}L"
 
 
 def flags(candidate: Mapping[str, KnobValue], spec: Spec, train_iters: int | None) -> list[str]:

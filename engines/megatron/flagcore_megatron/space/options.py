@@ -278,6 +278,7 @@ def _refusals(task: Task, settings: Settings, enabled: Set[str]) -> dict[str, tu
     modules, model, version = recompute_modules(settings), task.spec.model, release(task.spec)
     dispatcher, optimizer = settings.get("moe_token_dispatcher_type"), str(settings.get("optimizer") or "adam")
     offloaded, inside, whole = words(settings.get("offload_modules")), {"moe_act", "expert_fc1"}, "fused_group_mlp"
+    given = given_flags(task.spec)
     possible_modules = {
         "mla_up_proj": any(each.name == "queries" for each in product_counts(model)),
         "moe_act": "moe_grouped_gemm" in enabled,
@@ -307,13 +308,15 @@ def _refusals(task: Task, settings: Settings, enabled: Set[str]) -> dict[str, tu
         "offload_modules": (
             ("moe" in modules and not offloaded.isdisjoint({*inside, whole}) and in_versions(">=0.19", version))
             or (whole in offloaded and ("use_transformer_engine_op_fuser" not in enabled or bool(offloaded & inside)))
-            or ("attn_proj" in offloaded and "core_attn" not in offloaded),
+            or ("attn_proj" in offloaded and "core_attn" not in offloaded)
+            or ("moe-paged-stash" in given and bool(offloaded & inside)),
             "may not be inside recompute_modules: moe; attn_proj needs core_attn, fused_group_mlp needs"
-            " use_transformer_engine_op_fuser and excludes expert_fc1 and moe_act",
+            " use_transformer_engine_op_fuser and excludes expert_fc1 and moe_act, as --moe-paged-stash does",
         ),
-        "cuda_graph_scope": (
-            settings.get("cuda_graph_impl") == "full_iteration",
-            "excludes cuda_graph_impl: full_iteration",
+        "cuda_graph_scope": (bool(scope_problem := _scope_problem(task, settings)), scope_problem),
+        "cp_comm_type": (
+            settings.get("cp_comm_type") == "a2a+p2p" and "hierarchical-context-parallel-sizes" not in given,
+            "needs --hierarchical-context-parallel-sizes",
         ),
         "overlap_grad_reduce": (
             optimizer == "muon" and not in_versions(MUON_SHARDED_SINCE, version),
@@ -333,6 +336,34 @@ def _refusals(task: Task, settings: Settings, enabled: Set[str]) -> dict[str, tu
             f"has bars, which exclude {FIRST} and {LAST}",
         ),
     }
+
+
+def _scope_problem(task: Task, settings: Settings) -> str:
+    """Return why Megatron refuses the parts that CUDA graphs capture (since 0.16), or an empty text."""
+    parts, impl, model = words(settings.get("cuda_graph_scope")), settings.get("cuda_graph_impl"), task.spec.model
+    padded = settings.get("moe_expert_capacity_factor") and settings.get("moe_pad_expert_input_to_capacity")
+    if impl == "full_iteration":
+        return "excludes cuda_graph_impl: full_iteration"
+    if impl in (None, "none") or not in_versions(">=0.16", release(task.spec)):
+        return ""
+    is_te, is_fixed = impl == "transformer_engine", bool(padded) or "moe-paged-stash" in given_flags(task.spec)
+    dense = model.moe_first_dense_layers or any(each.network != model.layers[0].network for each in model.layers[1:])
+    problems = {
+        "with full_iteration needs cuda_graph_impl: local": is_te and "full_iteration" in parts,
+        "with moe excludes moe_router": {"moe", "moe_router"} <= parts,
+        "with moe_preprocess needs moe_router": is_te and "moe_preprocess" in parts and "moe_router" not in parts,
+        "with moe or moe_router needs a model with experts": not model.experts and bool(parts & {"moe", "moe_router"}),
+        "with mlp needs a model with dense layers": bool(model.experts) and "mlp" in parts and not dense,
+        "with moe needs moe_pad_expert_input_to_capacity": "moe" in parts and not is_fixed,
+        "with mlp or moe excludes overlap_moe_expert_parallel_comm": bool(parts & {"mlp", "moe"})
+        and bool(settings.get("overlap_moe_expert_parallel_comm")),
+    }
+    return next((problem for problem, is_wrong in problems.items() if is_wrong), "")
+
+
+def given_flags(spec: Spec) -> set[str]:
+    """Return the flags of a command, and of `train.flags`."""
+    return {flag for flag, _values in parse_flags((*program_arguments(spec), *spec.train.flags))}
 
 
 def _refused(key: str, settings: Settings, problem: str) -> SpecError:
@@ -382,7 +413,7 @@ READS = frozenset({"data-path", "train-data-path", "data-args-path", "per-split-
 def is_natural(spec: Spec, settings: Settings) -> bool | None:
     """Return whether the experts of a job have the loads of real text: in fine-tuning, or if the command reads data.
     They have not if the job states their loads, or forces equal ones. None: it says nothing, and has equal ones."""
-    flags = {flag for flag, _values in parse_flags((*program_arguments(spec), *spec.train.flags))}
+    flags = given_flags(spec)
     stated = settings.get("moe_expert_imbalance") or settings.get("moe_expert_capacity_factor")
     if stated or "moe-router-force-load-balancing" in flags:
         return False

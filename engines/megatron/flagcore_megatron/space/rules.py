@@ -28,6 +28,7 @@ from flagcore_megatron.space.options import (
     AWARE_OPTIMIZER,
     MUON_SHARDED_SINCE,
     Settings,
+    given_flags,
     graphs,
     is_hybrid,
     numbers,
@@ -90,6 +91,7 @@ def _width_rules(task: Task) -> Iterator[Rule]:
 def _length_rules(task: Task) -> Iterator[Rule]:
     length, experts = task.spec.train.seq_length, task.spec.model.experts
     is_local = task.spec.train.command is not None and implementation_of_command(task.spec) == "local"
+    is_local &= "context-parallel-algo" not in given_flags(task.spec)  # forks with it bring attention of their own
     yield rule("context_parallel_implementation", lambda c: (c[CP] > 1) & is_local)
     yield rule("context_length", lambda c: (c[CP] > 1) & (length % (2 * c[CP]) != 0), length=length)
     yield rule("sequence_length", lambda c: (c[SP] == 1) & (length % (c[TP] * c[CP]) != 0), length=length)

@@ -28,6 +28,11 @@ WIDE = dataclasses.replace(tasks.EXPERTS, num_moe_experts=16)
 INTERLEAVED = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 
 
+IMPL, SCOPE = "cuda_graph_impl", "cuda_graph_scope"
+SCOPES = ("full_iteration", "attn,moe_preprocess", "moe", "moe,moe_router", "mlp")
+"""Parts that Transformer Engine's graphs do not capture in a model whose layers all have experts of any load."""
+
+
 def options_of(settings: dict[str, Any] | None = None, **train: Any) -> Options:
     return options(tasks.task(LATENT, settings=settings or {}, **train))
 
@@ -153,6 +158,8 @@ def test_a_command_with_megatron_fsdp_shards_by_itself_since_0_18(
         ({"offload_modules": "attn_proj", **OFFLOADS}, "offload_modules"),
         ({"offload_modules": "fused_group_mlp", **OFFLOADS}, "offload_modules"),
         ({"cuda_graph_impl": "full_iteration", "cuda_graph_scope": "attn"}, "cuda_graph_scope"),
+        *(({IMPL: "transformer_engine", SCOPE: scope}, SCOPE) for scope in SCOPES),
+        ({"cp_comm_type": "a2a+p2p"}, "cp_comm_type"),
         ({"recompute_modules": "shared_experts", "moe_shared_expert_overlap": True}, "recompute_modules"),
         (
             {"pipeline_model_parallel_layout": "EttttL", "account_for_loss_in_pipeline_split": True},
@@ -171,6 +178,17 @@ def test_a_module_needs_a_model_that_has_it(module: str, needed: dict[str, Any])
     assert options_of({**settings, **needed}).recompute_modules == {module}
     with pytest.raises(SpecError):
         options(tasks.task(settings=settings))
+
+
+def test_parts_of_graphs_depend_on_the_model_the_release_and_the_capacity() -> None:
+    graphs = {"cuda_graph_impl": "transformer_engine"}
+    fixed = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    assert options_of({**graphs, "cuda_graph_scope": "moe", **fixed}).graphs == {"moe"}
+    assert options_of({**graphs, "cuda_graph_scope": "moe"}, engine_version="0.15.3").graphs == frozenset()
+    assert options_of({"cuda_graph_impl": "local", "cuda_graph_scope": "moe_preprocess"}).graphs == {"moe_preprocess"}
+    assert options(tasks.task(settings={**graphs, "cuda_graph_scope": "mlp"})).graphs == {"mlp"}
+    with refuses("train.settings.cuda_graph_scope"):
+        options(tasks.task(settings={**graphs, "cuda_graph_scope": "moe_router"}))
 
 
 def test_the_norm_of_gated_delta_net_is_a_module_since_0_19() -> None:
@@ -402,7 +420,6 @@ def test_published_runs_in_8_bits_keep_their_weights_in_fp8(precision: str, kept
 
 OVERLAP, EXPERTS = "overlap_grad_reduce", "overlap_moe_expert_parallel_comm"
 DISPATCHER, BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
-IMPL, SCOPE = "cuda_graph_impl", "cuda_graph_scope"
 SAYS: dict[str, dict[str, Any]] = {
     "cuda_graph_impl=transformer_engine; cuda_graph_scope=['attn', 'moe_router', 'moe_preprocess']": {
         IMPL: "transformer_engine",

@@ -8,6 +8,8 @@ import pytest
 from flagcore_megatron.engine import ENGINE
 from flagcore_megatron.space.knobs import candidate_columns
 from flagcore_megatron.space.meshes import MESHES
+from flagcore_megatron.space.options import options
+from flagcore_megatron.space.split import Split
 from flagcore_models.mixers.mamba2 import Mamba2
 
 from engines.models.tests.examples import layer_of
@@ -158,6 +160,16 @@ def test_newer_releases_shard_muon() -> None:
 def test_sharded_experts_overlap_without_graphs_of_layers(sharded: bool, scope: str, found: set[str]) -> None:
     graphs = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": scope} if scope else {}
     assert broken({EP: 2}, **experts(**{OVERLAP: True}, use_megatron_fsdp=sharded, **graphs)) == found
+
+
+def test_a_fork_states_the_layers_of_stages_and_brings_context_parallelism() -> None:
+    own = "--context-parallel-algo ulysses_cp_algo --num-layer-list 1,3 --moe-token-dispatcher-type alltoall_seq"
+    job: dict[str, Any] = {"model": tasks.EXPERTS, "command": (*LOCAL["command"], *own.split())}
+    found = options(tasks.task(**job))
+    assert (found.cp_comm, found.dispatcher) == ("a2a", "alltoall")
+    assert Split.from_task(tasks.task(**job)).layout_layers == (1, 3)
+    assert not broken({PP: 2, CP: 2}, **job)
+    assert broken({PP: 4}, **job) == {"pipeline_stages"}
 
 
 def test_every_rule_has_a_case() -> None:

@@ -59,7 +59,7 @@ from flagcore_trainers.fully_shard import (
 )
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard.memory import of_rank
-from flagcore_trainers.fully_shard.traffic import FRAMEWORK, RECIPE, TRIAL
+from flagcore_trainers.fully_shard.traffic import FRAMEWORK, RECIPE, TRIAL, with_fused_layers
 from flagcore_trainers.importing import Imported
 from flagcore_trainers.meaning import WholeModel, on_one_device
 from flagcore_trainers.recipes import on_fsdp, spec_of
@@ -277,6 +277,17 @@ class Fsdp2(Engine):
         parts = float(train.assumed.get(LOSS_PARTS) or program.loss_parts)
         early = read is None or read.is_on("fsdp")  # other checkpoints may be reentrant
         program = replace(program, loss_parts=parts, casts=casts, stops_early=early)
+        if read is not None:
+            program = replace(
+                program,
+                narrow_loss=program.narrow_loss or read.is_on("narrow_loss"),
+                neighbours=program.neighbours or read.is_on("balanced"),
+                own_attention=program.own_attention or read.is_on("own_attention"),
+            )
+            if read.is_on("dispatched"):
+                work = replace(train, assumed={fs.DISPATCHER: "flex", **train.assumed})
+                task = replace(task, spec=replace(task.spec, work=work))
+        program = with_fused_layers(program, task.spec)
         found = prediction.predict(task, columns, costs, program)
         sizes = (columns[each] for each in (REPLICATE, SHARD, TP, PP, CP))
         is_alone = (math.prod(sizes) == 1) & (columns[OFFLOAD] == 0) & (columns[AC] != SELECTIVE)

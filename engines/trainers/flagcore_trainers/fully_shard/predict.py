@@ -195,11 +195,12 @@ def _predict(
     fused_loss = compiled and program.compiled_loss
     train = training(task, compiled=compiled, compiled_loss=fused_loss, schedule=schedule)
     layout = layout_of(task, columns)
-    if program.own_attention:
-        benchmark = train.lengths is None and train.options.adapter is None
-        train = replace(train, options=replace(train.options, attention_kernel="", neighbours=benchmark))
+    if program.own_attention or traffic.has_own_attention(task):
+        train = replace(train, options=replace(train.options, attention_kernel=""))
     else:
         costs = traffic.with_torch_attention(task, costs)
+    if program.neighbours and train.lengths is None and train.options.adapter is None:
+        train = replace(train, options=replace(train.options, neighbours=True))
     fused_norm = program.fused_norm and not costs.synchronous
     # Ranks whose host computes exchange tensors by Gloo.
     job = memory_job(

@@ -11,12 +11,13 @@ from typing import Any, cast
 import numpy as np
 from flagcore_models.layers import attention_counts, head_of, mixer_counts, network_counts
 from flagcore_models.parts.norm import Norm
+from flagcore_training.frameworks import has_fused_layers, has_torch_attention
 from flagcore_training.layout import Layout, Training
 from flagcore_training.weights import used_products
 
 from flagcore.contracts import AttentionShape, Costs, KernelCosts
 from flagcore.domain.space import FloatArray
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import Spec, Task
 
 INTERVAL, PRETRAINING_INTERVAL = (0.5, 2.0), (0.8, 1.5)
 """80% intervals of the step time relative to the prediction. The first is chosen by hand. The second is of
@@ -48,17 +49,20 @@ class Program:
     """What differs between training programs with plain layers of torch.
 
     `rotation`: memory passes over queries and keys of rotary embeddings without compilation, forward and backward.
-    `fused_norm`: whether norms are one kernel. `compiled_loss`: whether `compile` includes the loss.
+    `fused_norm`, `fused_activation`: whether norms, and gated activations, are one kernel each.
+    `compiled_loss`: whether `compile` includes the loss.
     `loss_parts`: as in `MemoryInputs`.
     `stops_early`: whether checkpoints stop when all that they stored is computed again, as torch's do by default.
     `masked`: whether context-parallel attention computes all scores and masks half of them.
     `whole_gradients`: whether ranks keep whole gradients until the last micro-batch, in which they are reduced.
     `casts`: as in `MemoryInputs`, if the states have fp32.
     `narrow_loss`: whether the loss is computed in 16 bits. `own_attention`: whether attention is the vendor's kernel.
+    `neighbours`: whether tokens go to neighbouring experts, as in benchmarks with a fake router.
     """
 
     rotation: tuple[float, float]
     fused_norm: bool = True
+    fused_activation: bool = False
     compiled_loss: bool = False
     loss_parts: float = 1.0
     masked: bool = False
@@ -66,6 +70,7 @@ class Program:
     casts: bool = False
     narrow_loss: bool = False
     own_attention: bool = False
+    neighbours: bool = False
     stops_early: bool = True
 
 
@@ -74,7 +79,9 @@ TRIAL = Program(rotation=(9.0, 12.0), masked=True)
 FRAMEWORK = replace(TRIAL, whole_gradients=True)
 """A framework on accelerate (1.15 `Accelerator.no_sync`, transformers 5.24 `Trainer`), or NeMo AutoModel (0.7
 `distributed/utils.py`)."""
-RECIPE = Program(rotation=FUSED["rotation"], whole_gradients=True, narrow_loss=True, own_attention=True)
+RECIPE = Program(
+    rotation=FUSED["rotation"], whole_gradients=True, narrow_loss=True, own_attention=True, neighbours=True
+)
 """NeMo AutoModel's recipes of models with experts (`examples/llm_benchmark` @36044ad3): transformer-engine's norms,
 rotary embeddings and attention, and fp32_upcast: false."""
 TORCHTITAN = Program(rotation=(10.0, 10.5), compiled_loss=True, stops_early=False)
@@ -85,8 +92,18 @@ ATTENTION_SHARE = {"sm_90": 0.35, "gfx942": 0.17}
 """The largest share of the peak that torch's attention kernel, FlashAttention-2, reaches, by architecture. On others
 the chip's own kernel times hold. Sources: arXiv 2407.08608, abstract; for gfx942 both passes together, 223 to 232 of
 1307 TFLOP/s (ROCm/flash-attention issue 142, heads of width 128 and 16k tokens; forward alone 310 to 356)."""
+VENDORS_ATTENTION = ("sm_90", "sm_100")
+"""The architectures on which torch takes cuDNN's attention first, since 2.11."""
 BACKWARD_FLOPS = 2.5
 """Flops of the backward of a fused attention core, relative to its forward: five products instead of two."""
+
+
+def with_fused_layers(program: Program, spec: Spec) -> Program:
+    """Return the program with Liger's kernels if a framework's command has them: one each for norms, gated activations
+    and rotary embeddings (liger-kernel 0.8.5 `transformers/monkey_patch.py`)."""
+    if not has_fused_layers(spec):
+        return program
+    return replace(program, fused_norm=True, fused_activation=True, rotation=FUSED["rotation"])
 
 
 def seconds(
@@ -134,7 +151,8 @@ def _separate_bytes(
         (FUSED["rotation"] if compiled else program.rotation, FUSED["rotation"], rotated * scale),
     ]
     for network, number in networks.items():
-        passes = SEPARATE_ACTIVATION if network.gated and not compiled else FUSED["activation"]
+        is_separate = network.gated and not (compiled or program.fused_activation)
+        passes = SEPARATE_ACTIVATION if is_separate else FUSED["activation"]
         tensors.append((passes, FUSED["activation"], number * network.active_width * scale))
 
     def total(each: int, *, beyond: bool) -> FloatArray:
@@ -193,6 +211,11 @@ class _TorchKernels:
     def _least(self, shape: AttentionShape) -> FloatArray:
         """Return the seconds of the causal half of both products of a forward."""
         return 2.0 * shape.batch * shape.heads * shape.queries * shape.keys * shape.head_dim / self.rate
+
+
+def has_own_attention(task: Task) -> bool:
+    """Return whether torch chooses the kernel of attention on a chip on which it chooses the vendor's."""
+    return task.cluster.groups[0].chip.architecture in VENDORS_ATTENTION and has_torch_attention(task.spec)
 
 
 def with_torch_attention(task: Task, costs: Costs) -> Costs:
