@@ -253,9 +253,11 @@ def format_of_weights(config: Mapping[str, Any]) -> str | None:
         if method in ("fp8", "fbgemm_fp8") or algorithm == "FP8":
             return "fp8"
         if method == "quark":
-            kind = section_of(section_of(found, "global_quant_config"), "weight").get("dtype")
-            kinds = {"fp8_e4m3": "fp8", "int8": "int8", "int4": "int4", "uint4": "int4", "fp4": "mxfp4"}
-            return kinds.get(str(kind))
+            stored = section_of(found, "global_quant_config").get("weight")
+            weight = next(iter(stored), None) if isinstance(stored, list) else stored  # nvfp4 has two scales
+            kind = section_of({"": weight}, "").get("dtype")
+            kinds = {"fp8_e4m3": "fp8", "int8": "int8", "int4": "int4", "uint4": "int4"}
+            return kinds.get(str(kind), ("nvfp4" if weight is not stored else "mxfp4") if kind == "fp4" else None)
         return None if NVFP4.isdisjoint(algorithms_of(found).values()) else "nvfp4"
     kind = "fp" if weights.get("type") == "float" else "int"
     name = f"{kind}{weights.get('num_bits')}"

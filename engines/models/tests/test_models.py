@@ -436,9 +436,12 @@ def test_an_invalid_tower_names_its_key(tmp_path: Path) -> None:
     assert "min_pixels" in raised.value.key
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("fp8_e4m3", "fp8"), ("fp4", "mxfp4"), ("fp6_e3m2", None)])
-def test_the_format_of_a_checkpoint_of_quark_is_that_of_its_weights(kind: str, expected: str | None) -> None:
-    stored = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": kind}}}
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("fp8_e4m3", "fp8"), ("fp4", "mxfp4"), ("fp6_e3m2", None), (["fp4", "fp8_e4m3"], "nvfp4")]
+)
+def test_the_format_of_a_checkpoint_of_quark_is_that_of_its_weights(kind: Any, expected: str | None) -> None:
+    weight = [{"dtype": each} for each in kind] if isinstance(kind, list) else {"dtype": kind}
+    stored = {"quant_method": "quark", "global_quant_config": {"weight": weight}}
     assert format_of_weights({"quantization_config": stored}) == expected
 
 

@@ -60,6 +60,10 @@ class ServerCommands(Commands):
         return importing.spec_of_command(self.engine, start, directory, model)
 
 
+MOST_SHARE = 0.97
+"""The largest share of memory that a message recommends: contexts of the driver need the rest."""
+
+
 class ServingPlans(Plans):
     """Plans of serving jobs."""
 
@@ -96,6 +100,9 @@ class ServingPlans(Plans):
         if cache >= least:
             return ""
         if figures["kv_cache_tokens"] < 1:
+            if (enough := figures.get("kv_cache_enough_share", math.inf)) < MOST_SHARE:
+                text = N_("its share of memory has no room for its cache: at least {share:.2f} is needed")
+                return _(text, share=math.ceil(100.0 * enough) / 100.0)
             return _("no memory is left for its cache")
         of_states = N_(
             "its cache of ~{have:.4g} GiB is too small for the states of its sequences, which need ~{need:.4g}: "

@@ -17,6 +17,7 @@ from flagcore_importers.containers import Images, container
 from flagcore_importers.shell import inlined, is_shell_script
 
 KSERVE = "serving.kserve.io"
+UNREAD_KIND = N_("the kind {kind} of {group} is not read: give the command that its pods run")
 SCALERS = "(Horizontal|Vertical)?PodAutoscaler|ScaledObject|AutoscalingRunner"
 MOUNTED = "mountedFiles"
 """The key, in a container, of the text of the files that it mounts, by path. It is none of Kubernetes."""
@@ -166,8 +167,7 @@ def with_runtimes(documents: Sequence[Any]) -> list[Any]:
     runtimes = {_name_in(each): each for each in of_kind(documents, ".*ServingRuntime")}
     for service in of_kind(documents, "InferenceService$"):
         if (group := str(service.get("apiVersion", KSERVE)).partition("/")[0]) != KSERVE:
-            problem = N_("the kind {kind} of {group} is not read: give the command that its pods run")
-            raise UsageError(_(problem, kind=service["kind"], group=group))
+            raise UsageError(_(UNREAD_KIND, kind=service["kind"], group=group))
         model = service["spec"]["predictor"].get("model") or {}
         if runtime := runtimes.get(str(model.get("runtime"))):
             container, name = runtime["spec"]["containers"][0], _name_in(service)

@@ -18,12 +18,14 @@ from flagcore.spec.plain_data import Notes, read_text
 from flagcore_importers.batch import GPUS
 from flagcore_importers.containers import images_of
 from flagcore_importers.declared import read_table
+from flagcore_importers.kubernetes import UNREAD_KIND
 from flagcore_importers.starts import FailedScript, Program, Reader
 from flagcore_importers.values import KEYS, left_out, split_words, text_of
 
 MAX_WORDS = 5000
 _DEVICES = "VISIBLE_DEVICES"
 _NAMES_SCRIPT = re.compile(r"[\w./-]+\.(?:sh|bash|slurm|sbatch)\b")
+_KIND = re.compile(r"(?m)^apiVersion: *([\w.-]+\.[\w.-]+)/\w+\n(?:[^-].*\n)*?kind: *(\w+)")
 _OF_NETWORK = re.compile("_(IFNAME|HCA)$")
 _THIS_HOST = re.compile(r"127\.0\.0\.1|localhost|//:")
 
@@ -351,6 +353,8 @@ def _fix(given: Input, found: Found) -> str:
     fix = _("give the command of one of {engines}", engines=", ".join(given.known()))
     if found:
         fix = _("give one of them: flag import -- COMMAND")
+    elif not given.programs and (kinds := re.findall(_KIND, given.text)):
+        fix = _(UNREAD_KIND, kind=kinds[0][1], group=kinds[0][0])
     elif not given.programs and given.text:
         fix = _("it starts no program, and only sets variables at most: give the file or the command that starts one")
     elif any("$" in each or "{" in each or "__" in each for each in unknown):

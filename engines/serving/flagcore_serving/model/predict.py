@@ -326,6 +326,9 @@ def _predictions(
     if capacity is not None:  # an engine without memory for one request or its states does not start
         unused_bytes = np.where(np.isnan(settings.memory_fraction), 0.0, (1.0 - settings.memory_fraction) * capacity)
         over_capacity = np.maximum(used_bytes + unused_bytes, capacity * (1.0 + 1e-9))
+        if (of_share := (memory.cache < request_bytes) & (unused_bytes > 0.0)).any():
+            enough = np.where(of_share, used_bytes / capacity, np.inf)
+            figures["kv_cache_enough_share"] = enough[context.kinds.worst(over_capacity)]
         used_bytes = np.where(memory.cache < request_bytes, over_capacity, used_bytes)
     fullest_rows, cache = context.kinds.worst(used_bytes), np.maximum(cache, 0.0)
     figures["kv_cache_bytes"] = np.maximum(memory.cache, 0.0)[fullest_rows]

@@ -328,8 +328,7 @@ class Serving(NamedTuple):
         """
         if found := {EXPERTS: self.routed, ATTENTION: self.projections, HEAD: self.head}.get(group):
             return found
-        is_kept = ATTENTION in self.wide or (self.precision == "nvfp4" and self.experts is not None)  # with experts
-        is_wide = not group or (group == ATTENTION and is_kept)
+        is_wide = not group or (group == ATTENTION and ATTENTION in self.wide)
         return self.wide_precision if is_wide else self.precision, self.weight_bytes
 
     def bytes_of(self, group: str) -> float:

@@ -158,6 +158,9 @@ _MODULES = {
 """The modules of each part of a model, as checkpoints name them. `network`: the expert of a mixture."""
 _IGNORED = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
 """Keys of a quantization_config with the modules that it leaves out."""
+_FOUR_BITS = ("nvfp4", "mxfp4")
+"""Formats that checkpoints with experts have for the experts, but, without a list, not for attention (nvidia's, and
+amd's: sgl-project/sglang pull request 21529, huggingface.co/amd/Qwen3.5-397B-A17B-MoE-MXFP4)."""
 _GROUP = 128
 """The usual group of weights of 4 bits that share a scale (AutoAWQ and GPTQModel's default)."""
 
@@ -190,24 +193,27 @@ def quantization(spec: Spec) -> Quantization | None:
     Sources: the formats' `quantization_config`, and what vLLM 0.33 and SGLang 0.5.23 require of shards
     (`validate_fp8_block_shape`, `check_marlin_supports_layer`). DeepSeek-V4 has `expert_dtype: fp4` for routed experts
     of 4 bits with a scale per 32 weights beside FP8 (vLLM `models/deepseek_v4`), which the precision mxfp4 means, too.
-    Attention of models with experts in NVFP4 has 4 bits if a list does not leave it out, as in nvidia's Qwen3; lists of
-    latent attention leave out parts.
+    Attention beside experts in 4 bits has 4 bits, too, if a list does not leave it out, as of nvidia's Qwen3 and amd's
+    DeepSeek-R1; nvidia's lists of latent attention leave out parts.
     """
     weights, precision = spec.serve.weights, spec.serve.precision
     if weights is not None and os.path.isfile(weights) and not weights.endswith(".json"):
         return None
     public = _named(spec) if weights is None else None if os.path.exists(weights) else find_public(weights)
     config = public[0] if public else _config(weights) if weights else {}
+    has_wide_attention = precision in _FOUR_BITS and spec.model.num_moe_experts is not None
     if not (found := _settings_of(config)):
-        return Quantization(block=_GROUP) if weights and public and public[1] == "int4" else None
+        block = _GROUP if weights and public and public[1] == "int4" else 1
+        wide = frozenset({ATTENTION} if has_wide_attention else ())
+        return Quantization(block, wide=wide) if wide or block > 1 else None
     sizes = _block_sizes(found)
     name, algorithms = format_of_weights(config), algorithms_of(found)
     lists = [found[key] for key in _IGNORED if isinstance(found.get(key), list)]
     ignored = tuple(str(each) for listed in lists for each in listed)
     wide = _wide_parts(ignored, spec.model.num_layers // 2, "experts.0." if spec.model.num_moe_experts else "")
     stored = public[1] if public else name
-    is_listed = lists and stored == precision == "nvfp4" and not latent_layers(spec.model)
-    listed_attention = "nvfp4" if is_listed and ATTENTION not in wide else ""
+    is_listed = lists and stored == precision in _FOUR_BITS and not (precision == "nvfp4" and latent_layers(spec.model))
+    listed_attention = precision if is_listed and ATTENTION not in wide else ""
     has_narrow_head = algorithms.get("lm_head") in NVFP4
     has_fp8_attention = any("attn" in layer and each == "FP8" for layer, each in algorithms.items())
     is_own = public is None or public[1] == precision
@@ -215,12 +221,13 @@ def quantization(spec: Spec) -> Quantization | None:
     has_fp4_experts = "fp4" in (config.get("expert_dtype"), found.get("expert_dtype"))
     has_fp4_experts &= precision == "mxfp4" or (name == precision and weights is not None)
     attention = str(found.get("attention_dtype", "fp8" if has_fp8_attention else "")) if is_own else ""
+    attention = attention or listed_attention
     return Quantization(
         block=max(sizes, default=1) if weights else 1,
         bytes=0.5 + 2.0 / sizes[0] if is_int4 and sizes and sizes[0] != _GROUP else None,
-        wide=wide,
+        wide=wide | {ATTENTION} if has_wide_attention and not (attention or has_fp4_experts) else wide,
         experts="mxfp4" if has_fp4_experts else "",
-        attention=attention or listed_attention,
+        attention=attention,
         head=str(found.get("head_dtype", "nvfp4" if has_narrow_head else "")) if is_own else "",
         others=str(name) if has_fp4_experts and name != precision else "",
         weights_only=is_own and NVFP4_WEIGHTS in algorithms.values(),

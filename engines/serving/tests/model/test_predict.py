@@ -134,6 +134,9 @@ def test_a_cache_that_holds_no_longest_request_is_named_with_the_context_that_it
     assert "~29,120" in VLLM.plans.shortage(figures)
     assert "29,120" not in VLLM.plans.shortage({**figures, "kv_cache_state_bytes": 4.5 * GIB})  # its sequences need it
     assert not VLLM.plans.shortage({**figures, "kv_cache_bytes": 4.5 * GIB})
+    full = {**figures, "kv_cache_bytes": 0.0, "kv_cache_tokens": 0.0}
+    assert "0.82" in VLLM.plans.shortage({**full, "kv_cache_enough_share": 0.812})
+    assert VLLM.plans.shortage({**full, "kv_cache_enough_share": 1.1}) == VLLM.plans.shortage(full)
 
 
 @pytest.mark.parametrize(
