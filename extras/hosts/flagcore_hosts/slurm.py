@@ -80,6 +80,8 @@ def batch_script(job: ExportJob) -> str:
         header += ["#SBATCH --exclusive", "#SBATCH --mem=0"]  # else a task has one core, and the default of memory
     lines = ["#!/bin/bash", *header, *comments(job)]
     lines.append("# Add what your site needs, such as --account and --time, to the options or to sbatch.")
+    if "#SBATCH --exclusive" not in header and not job.platform.support.shared_devices:
+        lines.append("# Unless your site has other defaults, the task has one core: add --cpus-per-task and --mem.")
     lines += _unsure_name(job, job.platform.support)
     if not job.platform.task.spec.work.has_steps and "127.0.0.1" in f"{job.launch.argv}{job.launch.script}":
         here = "# Port 8000 is open on its (first) node only: from elsewhere, use ssh -N -L 8000:127.0.0.1:8000 NODE."

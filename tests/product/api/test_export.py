@@ -234,6 +234,13 @@ def test_a_batch_script_says_that_the_name_of_devices_is_a_guess(chip: str, is_k
     assert ("--resource" in only(exported(spec, "slurm", "instances=1, tp=4"))) == (not is_known)
 
 
+@pytest.mark.parametrize(("devices", "is_named"), [(4, True), (8, False)])
+def test_a_batch_script_for_a_part_of_a_node_names_the_cores(devices: int, is_named: bool, tmp_path: Path) -> None:
+    spec = server(tmp_path, cluster={"chip": "H100-SXM", "devices_per_node": 8})
+    script = only(exported(spec, "slurm", f"instances=1, tp={devices}"))
+    assert ("--cpus-per-task" in script) == is_named
+
+
 @pytest.mark.parametrize(
     ("chip", "image", "own", "all_devices"),
     [
