@@ -106,7 +106,7 @@ def test_a_model_and_devices_of_the_command_line_are_explained(answer: Answer, f
     words = ("explain", "--model", "Qwen/Qwen3-0.6B", "--engine", "vllm", "--chip", "H100-SXM")
     assert answer(*words, "--devices", "1", "tp=2")["state"] == "illegal"
     assert answer(*words, "--devices", "2", "tp=2")["candidate"]["tensor_model_parallel_size"] == 2
-    assert flag("explain").exit_code == 2
+    flag("explain").refused(2, "--model")
 
 
 def test_the_only_value_of_a_knob_is_not_set_without_effect(explained: Answer, project: Project) -> None:
