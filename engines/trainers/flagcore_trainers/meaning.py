@@ -197,7 +197,14 @@ def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...
         rule(
             "global_batch_size",
             (MBS, ACCUMULATION, DP, TP, PP, CP),
-            Message("{samples} x the replicas must make up global_batch_size = {batch}", samples=samples, batch=batch),
+            Message(
+                N_("{samples} x the replicas must make up global_batch_size = {batch}, no multiple of {devices}")
+                if batch % devices
+                else N_("{samples} x the replicas must make up global_batch_size = {batch}"),
+                samples=samples,
+                batch=batch,
+                devices=devices,
+            ),
             lambda n: n[MBS] * n[ACCUMULATION] * n[DP] != batch,
         ),
         rule(
