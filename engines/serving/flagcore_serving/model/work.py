@@ -143,8 +143,9 @@ class Overheads:
       requests regardless of the answers of other groups.
     - `indexes_all`: whether layers that share the indexer of another layer cache index keys, too.
 
-    - `compared`: factor on both ends of an interval on a chip on which the engine was not fitted: from at least five
-      published points of it there, or the usual one where only matrix products were measured. 0: none is set.
+    - `compared`: factor on both ends of an interval on a chip on which the engine was not fitted, from at least five
+      published points of it there. `uncalibrated`: the factor where only matrix products were measured, and that no
+      calibration of the user replaces. 0: none is set.
 
     Adapters:
 
@@ -217,6 +218,7 @@ class Overheads:
     own_groups: bool = False
     indexes_all: bool = False
     compared: float = 0.0
+    uncalibrated: float = 0.0
     adapts_tables: bool = False
     adapter_moves: Sequence[float] = ()
     base_takes_slot: bool = False
