@@ -32,7 +32,7 @@ from flagcore_training.weights import parts_of_model, stage_parameters
 from flagcore.contracts import Costs, Plans
 from flagcore.domain.prediction import ModelPart, Predictions
 from flagcore.domain.space import Columns, FloatArray, IntArray, Rule
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import Spec, Task
 from flagcore.domain.work import LONGEST
 from flagcore.i18n import N_, Message
 from flagcore_trainers.fully_shard import predict as prediction
@@ -235,6 +235,9 @@ class WholeModel(Plans):
     """The parts of the model, which do not depend on how a program divides it."""
 
     trains_depths = False
+
+    def only(self, spec: Spec) -> bool:
+        return spec.train.command is None
 
     def model(self, task: Task) -> tuple[ModelPart, ...]:
         train, model = task.spec.train, task.spec.model

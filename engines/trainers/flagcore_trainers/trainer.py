@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from flagcore_importers.dialect import read_config
 from flagcore_importers.programs import check_version, find_program, package_version, unknown_release
-from flagcore_training.commands import environment, unknown_placeholders
+from flagcore_training.commands import NO_COMMAND, environment, unknown_placeholders
 from flagcore_training.lengths import cut_warnings
 from flagcore_training.reading import FAILURES, Record, compared, measurement, warmup_of_fewer
 from flagcore_training.real_job import changed, on_devices, write_config
@@ -163,7 +163,8 @@ class Trainer(Engine):
         return start.Command(words=train.command, directory=directory, config=config, content=content)
 
     def warnings(self, task: Task) -> Sequence[str]:
-        return [*self.spec_warnings(task.spec), *self.task_warnings(task), *cut_warnings(task.spec.train)]
+        missing = [] if task.spec.train.command else [_(NO_COMMAND, key="train.command")]
+        return [*self.spec_warnings(task.spec), *self.task_warnings(task), *missing, *cut_warnings(task.spec.train)]
 
     def spec_warnings(self, spec: Spec) -> Sequence[str]:
         """Return warnings about the release, placeholders without a meaning, and knobs that nothing passes."""

@@ -10,6 +10,7 @@ from flagcore_training.commands import with_processes
 
 from flagcore.domain.space import Candidate
 from flagcore.errors import FlagError, LaunchError
+from flagcore.plugins import find_engine
 from tests.tasks import planned
 
 AXOLOTL = "base_model: Qwen/Qwen3-8B\nsequence_len: 8192\nmicro_batch_size: 2\n"
@@ -162,3 +163,12 @@ def test_a_command_without_fsdp_is_no_job_of_several_devices_that_share_weights(
         argv_of(data, folder, nodes=1, devices=4, data_parallel_shard_size=4)
     platform = planned({**data, "auto_tuner": {}})
     assert any("FSDP" in line for line in platform.engine.warnings(platform.task))
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "torchtitan"])
+def test_a_program_of_the_users_without_its_command_is_only_planned(engine: str) -> None:
+    cluster = {"chip": "H100-SXM", "nodes": 1, "devices_per_node": 8}
+    train = {"engine": engine, "seq_length": 2048, "global_batch_size": 32, "precision": "bf16"}
+    task = planned({"model": "meta-llama/Meta-Llama-3.1-8B", "cluster": cluster, "train": train}).task
+    assert find_engine(engine).plans.only(task.spec)
+    assert any("train.command" in line for line in find_engine(engine).warnings(task))

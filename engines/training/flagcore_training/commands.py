@@ -12,9 +12,10 @@ from flagcore_importers.programs import grouped
 from flagcore.domain.launch import Start
 from flagcore.domain.space import KnobValue
 from flagcore.errors import LaunchError
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import Notes
 
+NO_COMMAND = N_("{key} is missing: nothing starts or tunes the plan; `flag import -- COMMAND` writes it")
 PLACEHOLDER = "{flags}"
 """A word of a command that is replaced by the flags of a trial. Commands that start Megatron-LM do not need it."""
 FILLED = {
