@@ -311,13 +311,15 @@ def probe_command(spec: str, candidate: str | None, top: int, form: str, **argum
 
 
 @click.command("explain")
-@click.argument("spec", metavar="SPEC|RUN", type=click.Path())
+@click.argument("spec", required=False, metavar="[SPEC|RUN]", type=click.Path())
 @click.argument("candidate", nargs=-1, metavar="[CANDIDATE]...")
+@options.model
+@options.rate
 @options.settings()
 @options.chip()
 @options.output
 @options.plugins
-def explain_command(spec: str, candidate: tuple[str, ...], form: str, **arguments: Any) -> None:
+def explain_command(spec: Any, candidate: tuple[str, ...], form: str, **arguments: Any) -> None:
     """Explain how the search space of SPEC was reduced: each rule, and how many combinations it eliminated.
 
     With RUN (the directory of a run), explain the space at the end of that run. With CANDIDATE, explain that one: why
@@ -328,6 +330,8 @@ def explain_command(spec: str, candidate: tuple[str, ...], form: str, **argument
 
     from flagcore.report.explanation import eliminated, explanation_text
 
+    if spec is None:
+        raise click.UsageError(_("one of SPEC, RUN and --model is required"))
     if candidate:
         _print(api.explain_candidate(spec, ", ".join(candidate), **arguments), form)
         return

@@ -231,6 +231,7 @@ class _Export(click.Command):
 @options.pods
 @options.settings()
 @options.chip()
+@options.quiet
 @options.plugins
 def export_command(spec: Any, candidate: tuple[str, ...], target: str, output: str | None, **given: Any) -> None:
     """Write files that start a candidate of RUN, or of SPEC or --model as a plan.

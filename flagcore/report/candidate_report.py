@@ -180,8 +180,8 @@ def _parts(predicted: Prediction, limits: Mapping[str, float]) -> Iterator[str]:
     figures = shown_latencies(predicted, limits).items()
     if figures:
         yield ", ".join(f"{latency_name(name)} {shown(each)} s" for name, each in figures)
-    if nearest := nearest_limit(predicted.figures, limits):
-        yield _("nearest limit: {limit}", limit=nearest[0])
+    if nearest := nearest_limit(predicted.figures, limits)[1]:
+        yield _("nearest limit: {limit}", limit=nearest)
     if parts := [f"{_(part_name(part))} {seconds:.3g} s" for part, seconds in predicted.parts_s.items() if seconds]:
         yield f"{_('time of a request') if predicted.objective else _('time')}: " + ", ".join(parts)
     yield from waits(predicted)

@@ -292,8 +292,8 @@ def _candidates_table(estimate: Estimate) -> str:
 def _recommended_text(estimate: Estimate) -> str:
     """Return why the marked candidate is recommended."""
     best = estimate.recommended
-    nearest = texts.nearest_limit(flat_statistics(best), estimate.limits)
-    limit = "; " + _("nearest limit: {limit}", limit=nearest[0]) if nearest else ""
+    nearest = texts.nearest_limit(flat_statistics(best), estimate.limits)[1]
+    limit = "; " + _("nearest limit: {limit}", limit=nearest) if nearest else ""
     if not estimate.behind > 0.0:
         if not estimate.crowded and (estimate.gain or 0.0) < 0.0 and "slo" not in estimate.baseline:
             return _("* the fastest of the space, but slower than the baseline, which is not in it") + limit

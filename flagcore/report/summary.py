@@ -174,8 +174,8 @@ def _facts(run: RunData, best: Trial) -> Iterator[tuple[str, Cell]]:
     if run.limits:
         yield _("Within latency limits"), Cell(texts.limits_text(run.limits))
         if measured:
-            if nearest := texts.nearest_limit(measured.figures, run.limits):
-                yield _("Nearest limit"), Cell(*nearest)
+            if (nearest := texts.nearest_limit(measured.figures, run.limits))[0]:
+                yield _("Nearest limit"), Cell(*nearest[1:])
             yield _("Without the limits"), Cell(_fastest_without_limits(run, best))
     source = f"{_(NAMES['trials_made'][run.fidelity])}, {_(NAMES['row'][run.fidelity])} {best.number}"
     yield _("Source"), Cell(source, None, f"#trial-{best.number}")

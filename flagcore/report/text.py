@@ -258,16 +258,13 @@ def candidate_columns(records: Sequence[Mapping[str, Any]], knobs: Knobs) -> dic
 
     A knob has a column if it is a size, if it differs between records, or if a value is not neutral.
     """
-    names = dict.fromkeys(name for record in records for name in record["candidate"])
-    values = {name: [record["candidate"].get(name) for record in records] for name in names}
-    shown_knobs = [name for name, of_knob in values.items() if _has_column(knob_of(name, knobs), of_knob)]
-    return {knob_of(name, knobs).title: f"candidate.{name}" for name in shown_knobs}
-
-
-def _has_column(knob: Knob, values: Sequence[Any]) -> bool:
-    return len(set(map(str, values))) > 1 or any(
-        _is_set(knob, each) or (each == 1 and each is not True) for each in values
-    )
+    columns = dict[str, str]()
+    for name in dict.fromkeys(name for record in records for name in record["candidate"]):
+        knob, values = knob_of(name, knobs), [record["candidate"].get(name) for record in records]
+        is_size = any(each == 1 and each is not True for each in values)
+        if is_size or len({*map(str, values)}) > 1 or any(_is_set(knob, each) for each in values):
+            columns[knob.title] = f"candidate.{name}"
+    return columns
 
 
 def _is_set(knob: Knob, value: object) -> bool:
@@ -351,15 +348,14 @@ def limits_text(limits: Mapping[str, float]) -> str:
     return ", ".join(f"{latency_name(name)} <= {limit:g} s" for name, limit in limits.items())
 
 
-def nearest_limit(figures: Mapping[str, float], limits: Mapping[str, float]) -> tuple[str, float] | None:
-    """Return the latency that is closest to its limit as text, and its share of the limit. None if none is known."""
+def nearest_limit(figures: Mapping[str, float], limits: Mapping[str, float]) -> tuple[str, str, float]:
+    """Return the latency that is closest to its limit: its name, as text, and its share. Empty if none is known."""
     shares = {name: figures[name] / limit for name, limit in limits.items() if name in figures}
-    if not shares:
-        return None
-    name = max(shares, key=lambda each: shares[each])
+    if not (name := max(shares, key=lambda each: shares[each], default="")):
+        return "", "", 0.0
+    share, value = shares[name], shown(figures[name])
     text = N_("{latency} {value} s, {share:.0%} of {limit:g} s")
-    value = shown(figures[name])
-    return _(text, latency=latency_name(name), value=value, share=shares[name], limit=limits[name]), shares[name]
+    return name, _(text, latency=latency_name(name), value=value, share=share, limit=limits[name]), share
 
 
 def latency_name(figure: str) -> str:

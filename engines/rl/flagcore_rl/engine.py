@@ -17,6 +17,7 @@ from flagcore_importers.dialect import Key, name_of
 from flagcore_importers.programs import check_version, find_program, package_version, unknown_release
 from flagcore_serving.advice import spec_warnings
 from flagcore_serving.engine import ServingEngine
+from flagcore_training.commands import NO_COMMAND
 from flagcore_training.knobs import divisors, read_knobs
 from flagcore_training.reading import FAILURES, LogFiles, warmup_of_fewer
 from flagcore_vendorkit.metrics import NoMetrics, interquartile_range
@@ -229,6 +230,7 @@ class RlEngine(Engine):
         role, rollout = serve_task(task, task.cluster.devices), engine_of(work.rollout.engine, "rl.rollout.engine")
         own = spec_warnings(role.spec, rollout.program) if isinstance(rollout, ServingEngine) else ()
         lines += [each.replace("serve.", "rl.rollout.") for each in own if each.startswith("serve.engine_version")]
+        lines += [] if work.command else [_(NO_COMMAND, key="rl.command")]
         if work.staleness > 1:
             steps = work.staleness
             lines.append(_("rl.staleness = {steps} is predicted as 1: as much overlaps with more", steps=steps))

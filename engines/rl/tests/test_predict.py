@@ -216,7 +216,8 @@ def test_settings_of_roles_that_are_not_predicted_are_named() -> None:
 def test_odd_values_are_named(changes: Mapping[str, Any], warning: str) -> None:
     data = {**spec(**changes), "model": "Qwen/Qwen3-8B"}
     found = NEMO_RL.warnings(planned(data).task)
-    assert [warning in each for each in found] == [True] * bool(warning)
+    others = [each for each in found if "rl.command is missing" not in each]
+    assert ([warning in each for each in others], len(found) - len(others)) == ([True] * bool(warning), 1)
 
 
 @pytest.mark.costly

@@ -188,7 +188,7 @@ class ServingEngine(EngineProfile):
 
         `on_host`: whether the CPU that schedules also computes. Small kernels then have no launch overhead. `on_chip`:
         overheads that differ on the chip, of which None is the default of `Overheads`; a build has its own, but for
-        `compared`. Raises SpecError for an unknown name of these.
+        factors on intervals. Raises SpecError for an unknown name of these.
         """
         serve, releases = task.spec.serve, self.program.overheads
         known = {each.name: each.default for each in fields(Overheads)}
@@ -197,7 +197,7 @@ class ServingEngine(EngineProfile):
             raise SpecError(file="quirks.yaml", key=f"overheads.values.{unknown[0]}", problem=problem)
         on_chip = {name: known[name] if value is None else value for name, value in on_chip.items()}
         if build_of(releases, serve.engine_version):
-            on_chip = {name: value for name, value in on_chip.items() if name == "compared"}
+            on_chip = {name: value for name, value in on_chip.items() if name in ("compared", "uncalibrated")}
         overheads = replace(overheads_of(releases, serve.engine_version), **on_chip)
         if overheads.whole_unless_latent and not latent_layers(task.spec.model):
             overheads = replace(overheads, mixes=False)

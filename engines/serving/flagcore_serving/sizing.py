@@ -23,14 +23,14 @@ from flagcore import Estimate, estimate
 from flagcore.api.inputs import LoadedSpec, SpecLike, changed_spec, check_spec, open_spec, spec_data
 from flagcore.api.notes import LOG
 from flagcore.api.runs import read_result
-from flagcore.domain.metrics import HIGHEST_LOAD
+from flagcore.domain.metrics import HIGHEST_LOAD, flat_statistics
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Spec
 from flagcore.errors import NothingFits, SpecError, UsageError
 from flagcore.i18n import N_, _
 from flagcore.launchers.script import checked_name, job_name
 from flagcore.plugins import find_engine
-from flagcore.report.text import limits_text, values_text
+from flagcore.report.text import limits_text, nearest_limit, values_text
 from flagcore.spec.plain_data import dump_yaml
 from flagcore_serving.job import Load, lengths_text
 from flagcore_serving.launch.reports import ServerReports
@@ -248,7 +248,6 @@ def _of_figures(spec: LoadedSpec, rate: float, figures: Mapping[str, Any], low: 
     per_replica, price = float(figures[HIGHEST_LOAD]), _section(spec.data, "cluster").get("price_per_device_hour")
     slo = _section(_section(spec.data, "serve"), "slo")
     replicas, devices = _replicas(rate, per_replica), replica["devices_per_replica"]
-    shares = {f"{name}.{each}": figures[name][each] / slo[name][each] for name in slo for each in slo[name]}
     cost = None if price is None else price * devices * replicas
     output = figures["output_tokens_per_s"] / figures["requests_per_s"] if figures.get("requests_per_s") else 0.0
     return Size(
@@ -263,7 +262,7 @@ def _of_figures(spec: LoadedSpec, rate: float, figures: Mapping[str, Any], low: 
         ttft_p99_s=figures["ttft_s"]["p99"],
         tpot_s=figures["tpot_s"]["p50"],
         limited={name: {each: figures[name][each] for each in bounds} for name, bounds in slo.items()},
-        nearest_limit=max(shares, key=lambda each: shares[each], default=""),
+        nearest_limit=nearest_limit(flat_statistics(figures), flat_statistics(slo))[0],
         cost_per_hour=cost,
         cost_per_million_tokens=cost / HOUR / (rate * output) * 1e6 if cost is not None and output else None,
     )

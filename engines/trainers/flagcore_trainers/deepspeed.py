@@ -81,7 +81,7 @@ class DeepSpeedPlans(WholeModel):
     """Plans, also for commands that a spec keeps for the real job."""
 
     def only(self, spec: Spec) -> bool:
-        return kept_framework(spec) is not None
+        return super().only(spec) or kept_framework(spec) is not None
 
 
 class DeepSpeed(Trainer):

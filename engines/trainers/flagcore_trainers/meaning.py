@@ -32,7 +32,7 @@ from flagcore_training.weights import parts_of_model, stage_parameters
 from flagcore.contracts import Costs, Plans
 from flagcore.domain.prediction import ModelPart, Predictions
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Rule
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import Spec, Task
 from flagcore.domain.work import LONGEST
 from flagcore.i18n import N_, Message
 from flagcore_trainers import framework
@@ -207,7 +207,14 @@ def rules(task: Task, codes: Codes, fixed: Mapping[str, int]) -> tuple[Rule, ...
         rule(
             "global_batch_size",
             (MBS, ACCUMULATION, DP, TP, PP, CP),
-            Message("{samples} x the replicas must make up global_batch_size = {batch}", samples=samples, batch=batch),
+            Message(
+                N_("{samples} x the replicas must make up global_batch_size = {batch}, no multiple of {devices}")
+                if batch % devices
+                else N_("{samples} x the replicas must make up global_batch_size = {batch}"),
+                samples=samples,
+                batch=batch,
+                devices=devices,
+            ),
             lambda n: n[MBS] * n[ACCUMULATION] * n[DP] != batch,
         ),
         rule(
@@ -238,6 +245,9 @@ class WholeModel(Plans):
     """The parts of the model, which do not depend on how a program divides it."""
 
     trains_depths = False
+
+    def only(self, spec: Spec) -> bool:
+        return spec.train.command is None
 
     def model(self, task: Task) -> tuple[ModelPart, ...]:
         train, model = task.spec.train, task.spec.model

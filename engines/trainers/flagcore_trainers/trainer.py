@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from flagcore_importers.dialect import read_config
 from flagcore_importers.programs import check_version, find_program, package_version, unknown_release
-from flagcore_training.commands import environment, unknown_placeholders
+from flagcore_training.commands import NO_COMMAND, environment, unknown_placeholders
 from flagcore_training.lengths import cut_warnings
 from flagcore_training.reading import FAILURES, Record, compared, measurement, warmup_of_fewer
-from flagcore_training.real_job import changed, of_each_host, write_config
+from flagcore_training.real_job import changed, on_devices, write_config
 from flagcore_vendorkit.metrics import NoMetrics
 
 from flagcore.contracts import Costs, Engine, Platform, Steps
@@ -163,7 +163,8 @@ class Trainer(Engine):
         return start.Command(words=train.command, directory=directory, config=config, content=content)
 
     def warnings(self, task: Task) -> Sequence[str]:
-        return [*self.spec_warnings(task.spec), *self.task_warnings(task), *cut_warnings(task.spec.train)]
+        missing = [] if task.spec.train.command else [_(NO_COMMAND, key="train.command")]
+        return [*self.spec_warnings(task.spec), *self.task_warnings(task), *missing, *cut_warnings(task.spec.train)]
 
     def spec_warnings(self, spec: Spec) -> Sequence[str]:
         """Return warnings about the release, placeholders without a meaning, and knobs that nothing passes."""
@@ -233,8 +234,8 @@ class Trainer(Engine):
             written = write_config(content, Path(folder, f"candidate{Path(command.config).suffix}"))
         added = () if for_real else program.trial_args
         argv = start.argv_of(command, program.knobs, values, placeholders, (*spec.train.flags, *added), written)
-        if for_real and spec.cluster.nodes > 1:
-            argv = of_each_host(argv, is_started=spec.on_each_host)
+        if for_real:
+            argv = on_devices(argv, spec)
         if not for_real and self._needs_clock():
             argv = (sys.executable, "-m", "flagcore_trainers.clock", *argv)
         own = {row.env: self._word(name, values[name]) for name, row in program.knobs.items() if row.env}

@@ -11,8 +11,11 @@ from flagcore_importers.programs import grouped
 
 from flagcore.domain.launch import Start
 from flagcore.domain.space import KnobValue
+from flagcore.errors import LaunchError
+from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import Notes
 
+NO_COMMAND = N_("{key} is missing: nothing starts or tunes the plan; `flag import -- COMMAND` writes it")
 PLACEHOLDER = "{flags}"
 """A word of a command that is replaced by the flags of a trial. Commands that start Megatron-LM do not need it."""
 FILLED = {
@@ -29,6 +32,19 @@ OF_HOST = {
 """The options of launchers that have other values on each host or in each job."""
 TORCHRUN_SWITCHES = {"standalone", "m", "module", "no-python", "run-path", "use-env", "virtual-local-rank"}
 """Options of torchrun without a value. Source: torch 2.13 `distributed/run.py`."""
+OF_ACCELERATE = {
+    "num_machines": "{nnodes}",
+    **{name: OF_HOST[name] for name in ("machine_rank", "main_process_ip", "main_process_port")},
+}
+"""The options of accelerate on several hosts (1.15 `utils/launch.py`). torchrun takes its own from variables."""
+LAUNCHERS = {
+    **dict.fromkeys(("torchrun", "torch.distributed.run", "automodel"), "nproc_per_node"),
+    "deepspeed": "num_gpus",
+    **dict.fromkeys(("accelerate launch", "trl sft", "axolotl train"), "num_processes"),
+}
+"""The option for the number of processes: of a host, or, in those of accelerate, of all."""
+AFTER = ("automodel", "trl sft", "axolotl train")
+"""Programs that pass options after their own to a launcher (NeMo AutoModel 0.7, trl 1.16, axolotl 0.19 `cli`)."""
 TRAINING_FLAGS = {"--num-layers", "--micro-batch-size", "--global-batch-size", "--seq-length", "--train-iters"}
 PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
 WRAPPERS = re.compile(
@@ -209,6 +225,41 @@ def with_places(words: Sequence[str], empty_of: int = 0) -> tuple[str, ...]:
         if name in places and not (empty_of and (value or follows)):
             found[first : first + 1 + follows] = [] if empty_of == 1 else [f"{before}={places[name]}"]
     return tuple(found)
+
+
+def with_processes(words: Sequence[str], hosts: int, per_host: int) -> tuple[str, ...]:
+    """Return a command whose launcher starts `per_host` processes on each of `hosts`.
+
+    Raises LaunchError for DeepSpeed's launcher without a list of hosts.
+    """
+    names = [Path(word).name for word in words]
+    pairs = [f"{before} {name}" for before, name in zip(["", *names], names, strict=False)]
+    known = ((n, key) for n, each in enumerate(zip(names, pairs, strict=True)) for key in each if key in LAUNCHERS)
+    place, launcher = next(known, (0, ""))
+    given = {name: (first, end) for name, _value, first, end in placed([*words])}
+    if not launcher or (launcher == "deepspeed" and {"include", "exclude"} & {*given}):
+        return tuple(words)
+    if launcher == "deepspeed" and hosts > 1 and "hostfile" not in given:
+        fix = _("start it with torchrun, or add --hostfile FILE")
+        raise LaunchError(_("deepspeed starts the processes of one host: {fix}", fix=fix))
+    is_torchrun = launcher in AFTER and any(re.search(r"launcher[= ]torchrun$", each) for each in (*names, *pairs))
+    option = "nproc_per_node" if is_torchrun else LAUNCHERS[launcher]
+    wanted = {option: str(per_host)}
+    if option == "num_processes":
+        wanted = {option: str(hosts * per_host), **(OF_ACCELERATE if hosts > 1 else {})}
+    elif launcher == "deepspeed" and hosts > 1:
+        wanted |= {"no_ssh": "", **{name: OF_HOST[name] for name in ("node_rank", "master_addr", "master_port")}}
+    found = list(words)
+    new = [f"--{name}={value}".removesuffix("=") for name, value in wanted.items() if name not in given]
+    for name, (first, end) in reversed(given.items()):
+        before, equals, value = found[first].partition("=")
+        if name == option and (value or "".join(found[first + 1 : end][:1])).isdecimal():
+            found[first : first + 2 - len(equals)] = [f"{before}={wanted[name]}"] if equals else [before, wanted[name]]
+        elif name == "standalone" and hosts > 1:
+            del found[first]
+    place = len(found) if launcher in AFTER else place + 1
+    mark = ["--"] * (launcher == "axolotl train" and bool(new) and "--" not in found)
+    return (*found[:place], *mark, *new, *found[place:])
 
 
 def unknown_placeholders(words: Iterable[str], known: Iterable[str]) -> Iterator[str]:

@@ -22,7 +22,7 @@ from flagcore.domain.spec import ClusterSpec, Spec
 from flagcore.errors import LaunchError
 from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import dump_yaml
-from flagcore_training.commands import PYTHON, STARTERS, with_places
+from flagcore_training.commands import PYTHON, STARTERS, with_places, with_processes
 from flagcore_training.frameworks import CONFIG, PP, Reading, framework_of, reading
 
 AC, RESHARD, MBS = "activation_checkpointing", "reshard_after_forward", "micro_batch_size"
@@ -34,6 +34,10 @@ MEANINGS = {
 """The meanings in `frameworks.yaml` of knobs that have other names."""
 CHECKPOINTS = ("none", "full")
 """The values of checkpoints that a switch can set."""
+OF_ACCELERATE = re.compile(
+    "deepspeed_config|use_deepspeed$|zero_stage$|zero3_|offload_(optimizer|param)_|deepspeed_(hostfile|multinode|moe)"
+)
+"""The settings with which accelerate starts DeepSpeed itself."""
 OF_LAUNCHER = ("--config_file", "--config-file", "--accelerate_config")
 """The options that name a file of accelerate."""
 
@@ -69,10 +73,7 @@ def launch(
         values["global_batch_size"] = spec.train.global_batch_size
     else:
         values["accumulation"] = microbatches
-    if config is not None:
-        path = Path(folder, "ds_config.json")
-        values["deepspeed"] = write_config(config, path)
-    settings = dict[str, Any]()
+    settings = _of_deepspeed(read, config, folder) if config is not None else {}
     for name, value in values.items():
         key = key_of(read, name)
         if not key or (name == AC and value not in CHECKPOINTS):
@@ -84,12 +85,42 @@ def launch(
             if isinstance(read.given.get(name_of(key)), str):
                 value = "FULL_SHARD" if value else "SHARD_GRAD_OP"
         settings[key.lstrip("!")] = "none" if value is None and name in read.defaults else value
-    ranks = _ranks(read, spec.cluster)
-    settings |= {name: number for name, number in ranks.items() if name in read.given}
-    words = _changed(read, settings, folder)
-    words = of_each_host(words, is_started=spec.on_each_host) if spec.cluster.nodes > 1 else words
-    variables = [f"{name.upper()}={number}" for name, number in ranks.items() if name not in read.given]
-    return Launch(argv=(*["env"][: len(variables)], *variables, *words), folder=folder, directory=spec.train.directory)
+    settings |= {name: number for name, number in _ranks(read, spec.cluster).items() if name in read.given}
+    words = on_devices(_changed(read, settings, folder), spec)
+    return Launch(argv=words, folder=folder, directory=spec.train.directory)
+
+
+def on_devices(words: Sequence[str], spec: Spec) -> tuple[str, ...]:
+    """Return a command that starts a process on each device of each host. Raises LaunchError."""
+    cluster, variables = spec.cluster, list[str]()
+    if framework_of(words):
+        read = reading(spec)
+        ranks = _ranks(read, cluster).items()
+        variables = [f"{name.upper()}={number}" for name, number in ranks if name not in read.given]
+    words = of_each_host(words, is_started=spec.on_each_host) if cluster.nodes > 1 else words
+    if cluster.devices_per_node:
+        words = with_processes(words, cluster.nodes, cluster.devices_per_node)
+    return (*["env"][: len(variables)], *variables, *words)
+
+
+def _of_deepspeed(read: Reading, config: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Return the settings of a command with a configuration of DeepSpeed, which is written to a file.
+
+    A program without such a file has a stage. Those of accelerate, which refuses them beside a file (1.15
+    `utils/dataclasses.py`, `_deepspeed_config_checks`), are removed.
+    """
+    if (key := key_of(read, "deepspeed")) in read.row.get("stage", ()):
+        zero = config["zero_optimization"]
+        if (zero.get("offload_optimizer", {}).get("device") == "cpu") != read.is_on("offloaded_states"):
+            raise LaunchError(_("{name} is another than that of {key}", name="offload_optimizer", key="train.command"))
+        return {key: zero["stage"]}
+    settings: dict[str, Any] = {"deepspeed": write_config(config, Path(folder, "ds_config.json"))}
+    settings |= {name: None for name in read.given if OF_ACCELERATE.match(name)}
+    if read.given.get("distributed_type") == "DEEPSPEED":
+        settings["distributed_type"] = "MULTI_GPU"
+    if read.given.get("accelerate_config") in read.row.get("presets", ()):
+        settings["accelerate_config"] = "multi_gpu"
+    return settings
 
 
 def _ranks(read: Reading, cluster: ClusterSpec) -> dict[str, int]:
@@ -106,14 +137,15 @@ def _ranks(read: Reading, cluster: ClusterSpec) -> dict[str, int]:
         for name, value in read.found(meaning).items():
             text = str(value[0] if isinstance(value, list) and value else value)
             found |= {name: number} if text.isdecimal() and int(text) != number else {}
-    is_alone = re.search(read.row.get("alone", "$^"), read.text) and not read.found("per_node") | read.found(
-        "processes"
-    )
-    if is_alone and cluster.devices_per_node > 1:
-        if not (variable := read.row.get("ranks")):
-            text = f"{read.words[0]} starts one process, and the plan has {total} devices"
-            raise LaunchError(f"{text}: start the command with accelerate launch, and import it again")
-        found[variable] = cluster.devices_per_node
+    is_alone = re.search(read.row.get("alone", "$^"), read.text)
+    if read.found("per_node") | read.found("processes") or (is_alone and cluster.devices_per_node == 1):
+        return found
+    if variable := read.row.get("ranks"):
+        forced = read.row.get("forced", ()) if cluster.nodes > 1 else ()
+        return found | {variable: cluster.devices_per_node, **dict.fromkeys(forced, 1)}
+    if is_alone:
+        text = f"{read.words[0]} starts one process, and the plan has {total} devices"
+        raise LaunchError(f"{text}: start the command with accelerate launch, and import it again")
     return found
 
 
@@ -133,7 +165,8 @@ def _changed(read: Reading, settings: Mapping[str, Any], folder: str) -> tuple[s
     changes: dict[str, dict[str, Any]] = {file: {} for file in files}
     contents = {file: read_config(file, directory, key="train.command") for file in files}
     names = {file: {name_of(key) for key, _value in flat(content)} for file, content in contents.items()}
-    options = dict(part for word, after in pairwise([*words, ""]) for part in ((word, after), word.partition("=")[::2]))
+    pairs = [(*word.partition("=")[::2], after) for word, after in pairwise([*words, ""])]
+    options = {name: value or after for name, value, after in pairs}
     of_program = [each for each in files if each not in map(options.get, OF_LAUNCHER)]
     for name, key in left.items():
         place = next((file for file in files if name in names[file]), of_program[-1] if of_program else "")

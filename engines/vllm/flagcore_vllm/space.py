@@ -74,17 +74,17 @@ CHECKS_ALL_STAGES = (0, 14, 0), (0, 17, 0)
 first one without this again (0.13 does not, 0.16 does; vllm-project/vllm #33698)."""
 KEEPS_YARN_SINCE = (0, 30, 0)
 """The first release that does not apply the factor of yarn to the context of a model (0.29 does)."""
-CONTEXT_STEP, CACHE_SHARE = 1024, 0.9
+CONTEXT_STEP, CACHE_SHARE, CLOSE = 1024, 0.9, 0.5
 """A context that fits the requests is rounded up to a multiple of `CONTEXT_STEP` tokens. `CACHE_SHARE` is the share of
-the memory for weights and cache."""
+the memory for weights and cache. CLOSE, chosen by hand: from this part of it on, the memory may be too small."""
 
 
 def _contexts(task: Task) -> tuple[int | None, ...]:
     """Return the values of `auto` for the context.
 
-    The only value is None (not set), which means the model's context. If the cache of one sequence of this length
-    exceeds the memory, it is the longest request instead, rounded up: vLLM does not start without memory for one
-    sequence of the whole context (0.32: `v1/core/kv_cache_utils.py`).
+    None (not set) means the model's context. If the cache of one sequence of this length exceeds the memory, it is the
+    longest request instead, rounded up: vLLM does not start without memory for one sequence of the whole context (0.32:
+    `v1/core/kv_cache_utils.py`). If it is CLOSE to the memory, of which activations need a part, both are tried.
     """
     hardware, limit = Hardware.of(task), context_limit(task.spec, scales_yarn=scales_yarn(task))
     devices = min_devices(task)
@@ -98,8 +98,8 @@ def _contexts(task: Task) -> tuple[int | None, ...]:
     if hardware.on_cores:
         return (longest,) if limit * cache_bytes_per_token(task.spec.model, 2.0, limit) > room else (None,)
     values = PROGRAM.columns(task, {TP: np.array([devices]), CONTEXT: np.array([limit])})
-    least = _blocks(task, values, *limits(task, values), values[CONTEXT])["least_cache"]
-    return (longest,) if devices * least[0] > room else (None,)
+    least = devices * _blocks(task, values, *limits(task, values), values[CONTEXT])["least_cache"][0]
+    return (longest,) if least > room else (None, longest) if least > CLOSE * room else (None,)
 
 
 def scales_yarn(task: Task) -> bool:

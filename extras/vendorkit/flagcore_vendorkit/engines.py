@@ -34,6 +34,9 @@ from flagcore.i18n import N_, Message
 from flagcore_vendorkit.fields import KINDS, Content, Scope, build, entries, finish, read_as, read_file
 
 FILE = "engines.yaml"
+UNCALIBRATED = "uncalibrated"
+OF_WIDTHS = ("compared", UNCALIBRATED)
+"""Overheads that are only factors on intervals. A calibration replaces UNCALIBRATED."""
 SUPPORT = {True: Support.YES, False: Support.IMPOSSIBLE, None: Support.UNKNOWN}
 """The meaning of the values of `works` in a file."""
 

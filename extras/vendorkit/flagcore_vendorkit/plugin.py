@@ -22,7 +22,7 @@ from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.physics.roofline import PlainMemory
 from flagcore_vendorkit.chip_file import collective_table, cost_file, kernel_costs, load_chips
 from flagcore_vendorkit.detection import DeviceDetector, DeviceReading, Readings
-from flagcore_vendorkit.engines import Report, all_knobs, read_engines, read_quirks, read_variables
+from flagcore_vendorkit.engines import OF_WIDTHS, Report, all_knobs, read_engines, read_quirks, read_variables
 from flagcore_vendorkit.fields import S, applicable
 from flagcore_vendorkit.settings import Settings, read_settings
 
@@ -130,7 +130,7 @@ class VendorPlugin:
                 support, reason=Message("no run of {engine} on {chip} has been reported", engine=engine, chip=chip.name)
             )
         notes: list[str] = [_sourced(each.note, each.source) for each in applicable(quirks.notes, *about)]
-        is_fitted = bool(support.overheads.keys() - {"compared"} or support.shared_devices)
+        is_fitted = bool(support.overheads.keys() - {*OF_WIDTHS} or support.shared_devices)
         is_fitted |= not support.overheads and cost_file(self.package, chip, "serving.yaml") is not None
         if kind == "serve" and not is_fitted:
             notes.append(Message(UNFITTED, chip=chip.name))

@@ -24,6 +24,7 @@ from flagcore import api
 from flagcore.domain.chip import Chip, Device, Fact, Source
 from flagcore.errors import NoDevice, RunError
 from flagcore.physics.roofline import Roofline
+from flagcore.plugins import load_plugins
 from tests.checks import given
 from tests.product.tasks import SHAPE
 from tests.product.vendors.test_simulated_nodes import METAX
@@ -121,6 +122,20 @@ def test_measured_choices_are_knobs_of_their_chip_and_engine(tmp_path: Path, mon
     plugins = ExtendedPlugins([], warnings.append)
     assert plugins.knobs(X1, "megatron") == plugins.knobs(X1, "megatron") == ()
     assert [str(file) in warning for warning in warnings] == [True]
+
+
+def test_a_calibrated_chip_has_no_factor_for_kernels_that_nobody_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path))
+    plugins = [each for each in load_plugins().plugins if each.name == "nvidia"]
+    before = ExtendedPlugins(plugins, str)
+    card, other = (given(before.find_chip(name)) for name in ("RTX-4090", "RTX-3090"))
+    assert before.engine_support(card, "vllm").overheads.get("uncalibrated")
+    Calibrations.of_user().save(replace(MADE, chip=card.name, aliases=card.aliases))
+    after = ExtendedPlugins(plugins, str)
+    assert "uncalibrated" not in after.engine_support(card, "vllm").overheads
+    assert after.engine_support(other, "vllm").overheads == before.engine_support(other, "vllm").overheads
 
 
 def test_a_folder_that_cannot_be_written_is_reported_with_its_fix(tmp_path: Path) -> None:

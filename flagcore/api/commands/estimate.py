@@ -24,7 +24,7 @@ from flagcore.errors import FlagError, NothingFits
 from flagcore.i18n import N_, _
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.estimate import ChipPlan, Estimate, Mixing
-from flagcore.report.text import DEPTHS, candidate_line
+from flagcore.report.text import DEPTHS, candidate_line, nearest_limit
 from flagcore.tuner.effects import effects_of_row
 from flagcore.tuner.feasibility import caveat_text, no_time, nothing_fits_text, planned_gain, search_time
 from flagcore.tuner.problem import (
@@ -224,13 +224,12 @@ def _records(problem: Problem, rows: IntArray) -> list[dict[str, Any]]:
     records, known = [], problem.predictions.take(rows)  # of one candidate alone, a search for a load may end elsewhere
     for row, found in zip(rows, detailed_predictions(problem.platform, space.columns(rows), known), strict=True):
         candidate = space.candidate(int(row))
-        more: dict[str, Any] = {}
-        if task.spec.work.assumed:
-            more["assumed"] = problem.engine.plans.assumed(task, candidate)
+        is_assumed = bool(task.spec.work.assumed)
+        more: dict[str, Any] = {"assumed": problem.engine.plans.assumed(task, candidate)} if is_assumed else {}
         if limits:
             figures = {name: found.figures.get(name, 0.0) for name in limits}
             more |= {"slo": {name: figure for name, figure in figures.items() if figure > limits[name]}}
-            more["nearest_limit"] = max(limits, key=lambda name: figures[name] / limits[name])
+            more["nearest_limit"] = nearest_limit(figures, limits)[0]
         records.append({"candidate": candidate.as_dict(), **prediction_record(found), **more})
     return records
 

@@ -67,7 +67,7 @@ def export(
     require_startable(snapshot.problem, chosen, elsewhere=True)
     work = snapshot.problem.task.spec.work
     if work.missing:
-        fix = N_("set it: a prediction does without it, a start does not")
+        fix = N_("set it, or let `flag import -- COMMAND` write it: only a prediction does without it")
         raise SpecError(key=f"{work.kind}.{work.missing}", problem="is missing", fix=fix)
     with writable(folder, _("choose another folder with --output")), _whole_folder(folder) as draft:
         files_of = partial(_files, snapshot, chosen, draft, job_id, options or {})

@@ -102,6 +102,13 @@ def test_knobs_may_be_arguments_of_their_own(flag: Flag, project: Project) -> No
     assert flag("explain", spec, "Baseline").out == flag("explain", spec, "baseline").out
 
 
+def test_a_model_and_devices_of_the_command_line_are_explained(answer: Answer, flag: Flag) -> None:
+    words = ("explain", "--model", "Qwen/Qwen3-0.6B", "--engine", "vllm", "--chip", "H100-SXM")
+    assert answer(*words, "--devices", "1", "tp=2")["state"] == "illegal"
+    assert answer(*words, "--devices", "2", "tp=2")["candidate"]["tensor_model_parallel_size"] == 2
+    flag("explain").refused(2, "--model")
+
+
 def test_the_only_value_of_a_knob_is_not_set_without_effect(explained: Answer, project: Project) -> None:
     space = {"recompute_granularity": ["selective", "full"], "recompute_method": "uniform", "recompute_num_layers": 1}
     spec = project.spec(train={"attention": "flash"}, auto_tuner={"space": {**space, "use_recompute": [True, False]}})

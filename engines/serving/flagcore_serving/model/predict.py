@@ -58,8 +58,8 @@ NARROW_BYTES = 1.9
 
 WIDTH_FACTOR = 2.0
 """Factor on both ends of an interval if the chip was not measured, the engine was not fitted, weights are read from the
-host or computed there, or caches are loaded from other tiers. `Overheads.compared` is used instead if only the chip was
-not measured, or only its matrix products."""
+host or computed there, or caches are loaded from other tiers. `Overheads.compared` or `uncalibrated` is used instead if
+only the chip was not measured, or only its matrix products."""
 
 NETWORK_FACTOR = 1.2
 """An additional factor on both ends if the rate of the network between hosts is assumed. A choice."""
@@ -119,7 +119,7 @@ def predict(
     if simulates:
         figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
     unmeasured = costs.synchronous or untested or bool(settings.offloaded.any())
-    factor = overheads.compared or (WIDTH_FACTOR if costs.guessed else 1.0)
+    factor = overheads.compared or overheads.uncalibrated or (WIDTH_FACTOR if costs.guessed else 1.0)
     loads = np.nan_to_num(figures.get("cache_load_s", np.zeros(kinds.size)))
     on_host = np.zeros(kinds.size)
     np.maximum.at(on_host, kinds.owner, settings.experts_on_host)

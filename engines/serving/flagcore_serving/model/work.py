@@ -145,8 +145,9 @@ class Overheads:
     - `indexes_all`, `caches_reused`: whether layers that share the indexer of another layer cache index keys, too, and
       those that reuse its keys and values have a cache as large as its own.
 
-    - `compared`: factor on both ends of an interval on a chip on which the engine was not fitted: from at least five
-      published points of it there, or the usual one where only matrix products were measured. 0: none is set.
+    - `compared`: factor on both ends of an interval on a chip on which the engine was not fitted, from at least five
+      published points of it there. `uncalibrated`: the factor where only matrix products were measured, and that no
+      calibration of the user replaces. 0: none is set.
 
     Adapters:
 
@@ -223,6 +224,7 @@ class Overheads:
     indexes_all: bool = False
     caches_reused: bool = False
     compared: float = 0.0
+    uncalibrated: float = 0.0
     adapts_tables: bool = False
     adapter_moves: Sequence[float] = ()
     base_takes_slot: bool = False

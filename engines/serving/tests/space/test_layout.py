@@ -230,8 +230,8 @@ def test_context_is_set_by_default_only_if_the_memory_is_too_small_for_that_of_t
         job = task(tmp_path, context=context, default_space=True, devices=1)
         return next(axis.values for axis in ENGINE.axes(job) if axis.knob == "context_len")
 
-    assert contexts(4096) == (None,)
-    assert contexts(1 << 30) == (1024,)
+    found = [contexts(1 << bits) for bits in range(12, 31)]  # where activations decide, both are tried
+    assert list(dict.fromkeys(found)) == [(None,), (None, 1024), (1024,)]
 
 
 def slo(count: int | None = None, **limits: float) -> dict[str, Any]:

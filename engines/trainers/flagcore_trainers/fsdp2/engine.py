@@ -30,7 +30,7 @@ from flagcore.domain.space import Axis, BoolArray, Candidate, Columns, IntArray,
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.domain.trial import Measurement
 from flagcore.errors import LaunchError, SpecError
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore_trainers import fully_shard as fs
 from flagcore_trainers.framework import fixed, fp32_products, loss_warnings, of_replicas
 from flagcore_trainers.fully_shard import (
@@ -320,7 +320,8 @@ class Fsdp2(Engine):
 
     def warnings(self, task: Task) -> Sequence[str]:
         release = unknown_release("train.engine_version", "torch", task.spec.train.engine_version, RELEASES)
-        return [*release, *_without_depths(task), *cut_warnings(task.spec.train), *loss_warnings(task)]
+        of_job = [*_without_shards(task), *_without_depths(task)]
+        return [*release, *of_job, *cut_warnings(task.spec.train), *loss_warnings(task)]
 
     # Job records
 
@@ -389,6 +390,8 @@ class Fsdp2(Engine):
         spec, values = platform.task.spec, candidate.as_dict()
         if not for_real or kept_framework(spec) is None:
             raise LaunchError(f"train.engine = fsdp2 {NO_PROGRAM}; {OWN_PROGRAM}")
+        for line in _without_shards(platform.task):
+            raise LaunchError(line)
         micro, replicas = int(values[fs.MBS] or 1), int(values[fs.REPLICATE] or 1) * int(values[fs.SHARD] or 1)
         given = {name: value for name, value in values.items() if name != fs.MBS}
         steps = spec.train.global_batch_size // (micro * replicas)
@@ -397,6 +400,18 @@ class Fsdp2(Engine):
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
         raise LaunchError(f"fsdp2 {NO_PROGRAM}")
+
+
+def _without_shards(task: Task) -> list[str]:
+    """Return a line for several devices and a framework's command of one, on which it would share no weights."""
+    if kept_framework(task.spec) is None or task.cluster.devices == 1:
+        return []
+    read = reading(task.spec)
+    text = N_(
+        "train.command has no FSDP, so that each of the {devices} devices would hold all weights: give the command its "
+        "number of processes, such as --num_processes {devices}, and import it again, or set its FSDP"
+    )
+    return [] if read.is_on("fsdp") or read.size(fs.EP) > 1 else [_(text, devices=task.cluster.devices)]
 
 
 def _without_depths(task: Task) -> list[str]:

@@ -23,7 +23,7 @@ from flagcore.physics.roofline import CollectiveCostStack, Curve, KernelCostStac
 from flagcore.plugins import LoadedPlugins, Plugin, PluginFailure
 from flagcore_vendorkit.calibration.store import Calibration, Calibrations, collective_table, kernel_table
 from flagcore_vendorkit.choices import Choice, choices
-from flagcore_vendorkit.engines import read_maturity
+from flagcore_vendorkit.engines import UNCALIBRATED, read_maturity
 from flagcore_vendorkit.kept import Named, kept
 from flagcore_vendorkit.machine import TorchReport, query_torch
 from flagcore_vendorkit.settings import unmodelled_on_all_engines
@@ -74,8 +74,14 @@ class ExtendedPlugins(LoadedPlugins, Named):
         return tuple({knob.name: knob for knob in reversed(knobs)}.values())[::-1]
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
-        """Return the plugins' engine support, or torch's report for a chip that only a calibration describes."""
+        """Return the plugins' engine support, or torch's report for a chip that only a calibration describes.
+
+        A calibrated chip has no factor for kernels that nobody measured.
+        """
         answer = super().engine_support(chip, engine, engine_version)
+        if UNCALIBRATED in answer.overheads and self._calibration(chip):
+            kept_values = {name: value for name, value in answer.overheads.items() if name != UNCALIBRATED}
+            answer = replace(answer, overheads=kept_values)
         return answer if answer.device_type else self._support.get(chip.name, answer)
 
     def kernel_costs(self, chip: Chip, engine: str) -> KernelCostStack | None:
