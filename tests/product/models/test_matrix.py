@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flagcore_models.layers import parameters
+from flagcore_models.layers import parameters, product_counts, without_repeats
+from flagcore_models.mixers.latent_attention import EXPANSION
 from flagcore_models.public import public_models
 
 from flagcore.api import LoadedSpec, changed_spec, spec_of_model
@@ -277,6 +278,9 @@ def weights(name: str, engine: str, platform: Platform, values: Mapping[str, Kno
         on_host = (engine == "llamacpp") * model.untie_embeddings_and_output_weights * model.vocab_size
         found["memory"] = float(held.static_bytes[0] - held.figures["kv_cache_bytes"][0]) / 2.0
         found["memory"] += on_host * model.hidden_size  # the embedding
+        if engine == "sglang":  # it keeps a second form of what expands latents
+            counts = product_counts(without_repeats(model)).items()
+            found["memory"] -= sum(number * each.weights for each, number in counts if each.name == EXPANSION)
         return found
     is_odd = engine == "fsdp2" and model.experts % 2  # its ranks have whole experts
     ranks, static = (1, model.experts if is_odd else 2), list[float]()

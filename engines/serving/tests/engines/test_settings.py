@@ -12,7 +12,7 @@ import pytest
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_models.public import find_public
 from flagcore_serving import bounds
-from flagcore_serving.space.weights import ATTENTION, DENSE, SHARED, Quantization, context_limit, quantization
+from flagcore_serving.space.weights import ATTENTION, DENSE, MTP, SHARED, Quantization, context_limit, quantization
 
 from engines.models.tests.examples import mixed
 from engines.serving.tests.engines.tasks import engine_of, planned, server, settings
@@ -209,11 +209,14 @@ def test_a_public_name_has_the_context_and_the_format_of_its_checkpoint(
     assert quantization(spec) == weights
 
 
+QWEN36 = Quantization(wide=frozenset({MTP}), attention="fp8", head="nvfp4", weights_only=True)
+
+
 @pytest.mark.parametrize(
     ("name", "precision", "expected"),
     [
-        ("Qwen/Qwen3.6-27B", "nvfp4", Quantization(attention="fp8", weights_only=True)),  # that of its usual publisher
-        ("Qwen/Qwen3.6-35B-A3B", "nvfp4", Quantization(attention="fp8", head="nvfp4", weights_only=True)),
+        ("Qwen/Qwen3.6-27B", "nvfp4", QWEN36),  # that of its usual publisher
+        ("Qwen/Qwen3.6-35B-A3B", "nvfp4", QWEN36),
         ("Qwen/Qwen3.6-27B", "int4", None),
         ("deepseek-ai/DeepSeek-V4-Flash", "mxfp4", Quantization(experts="mxfp4", others="fp8")),
         ("deepseek-ai/DeepSeek-V4-Flash", "fp8", Quantization()),
