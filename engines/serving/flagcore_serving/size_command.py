@@ -122,7 +122,8 @@ def size_command(
     from flagcore.domain.metrics import flat_statistics
     from flagcore.report.text import heading
     from flagcore.spec.plain_data import lookup
-    from flagcore_serving.sizing import manifest, sizing
+    from flagcore_serving.autoscaling import manifest
+    from flagcore_serving.sizing import sizing
 
     if total_rate == "auto":
         raise click.UsageError(_("{value} is not a number", value=f"--rate {total_rate}"))
