@@ -176,8 +176,8 @@ def _explain(found: Sizing, run: Path | None) -> None:
         **values,
     )
     options.show("\n" + text)
-    if nearest := nearest_limit(flat_statistics(best.limited), flat_statistics(found.slo)):
-        options.show(_("Nearest limit") + f": {nearest[0]}")
+    if nearest := nearest_limit(flat_statistics(best.limited), flat_statistics(found.slo))[1]:
+        options.show(_("Nearest limit") + f": {nearest}")
     options.say(_("Predicted {load} (serve.profile, serve.slo).", load=found.assumed))
     if best.safe_devices > best.devices:
         text = N_("At the low end of the 80% interval of each replica's rate: {devices} devices.")
