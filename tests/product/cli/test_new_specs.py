@@ -198,7 +198,7 @@ def test_exports_of_models_have_their_names(flag: Flag) -> None:
     [
         ("p99 ttft 1s", {"ttft_s": {"p99": 1.0}}),
         ("tpot_s.mean", None),
-        ("TTFT<600ms, p50 tpot 0.05 s", None),
+        ("TTFT<600ms, p50 tpot 0.05 s", {"ttft_s": {"p99": 0.6}, "tpot_s": {"p50": 0.05}}),
         ("TTFT<600ms,p50 tpot=50ms", {"ttft_s": {"p99": 0.6}, "tpot_s": {"p50": 0.05}}),
         ("p99 1s", None),
     ],
