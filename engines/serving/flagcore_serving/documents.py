@@ -3,6 +3,7 @@
 They are converted to records of `flagcore_serving.job`.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -365,14 +366,15 @@ def changes_of_load(limits: Iterable[str], rate: float | str | None) -> dict[str
     load = {"request_rate": rate, "concurrency": None} if rate else {}
     changes: dict[str, object] = {f"serve.profile.{key}": value for key, value in load.items()}
     for limit in (each for text in limits for each in text.split(",")):
-        words = limit.lower().replace("=", " ").replace("<", " ").split()
+        text = limit.lower().replace("=", " ").replace("<", " ").strip()
+        words = re.sub(rf" +({'|'.join(SECONDS)})$", r"\1", text).split()
         latency = next((name for word in words for name in LATENCIES if word in (name, name.removesuffix("_s"))), None)
         statistic = next((word for word in words if word in STATISTICS), "p99")
         seconds = parse_amount(words[-1], SECONDS) if words else None
         if latency is None or seconds is None or len(words) != 2 + (statistic in words):
             names = ", ".join(name.removesuffix("_s") for name in LATENCIES)
-            text = N_("--slo {limit}: expected a limit such as `p99 ttft 1s`: one of {statistics}, of {names}")
-            raise UsageError(_(text, limit=limit, statistics=", ".join(STATISTICS), names=names))
+            form = N_("--slo {limit}: expected a limit such as `p99 ttft 1s`: one of {statistics}, of {names}")
+            raise UsageError(_(form, limit=limit, statistics=", ".join(STATISTICS), names=names))
         changes[f"serve.slo.{latency}.{statistic}"] = seconds
     return changes
 

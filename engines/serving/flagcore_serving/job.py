@@ -239,7 +239,8 @@ class ServeSpec(Work):
     def runs_as(self) -> str:
         text = _("as {engine} serves {load} (serve.profile)", engine=self.engine, load=_text_of(self))
         if self.highest == "request_rate" or any(math.isfinite(each.request_rate or math.inf) for each in self.loads):
-            text = _("{text}; ~req/s counts until the last answer, so it is lower even if servers keep up", text=text)
+            rate = N_("{text}; ~req/s counts until the last answer: a little lower if servers keep up, else far lower")
+            text = _(rate, text=text)
         if not self.slo or self.highest or self.loads[0].trace is not None:
             return text
         advice = N_(

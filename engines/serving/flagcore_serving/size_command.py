@@ -122,7 +122,8 @@ def size_command(
     from flagcore.domain.metrics import flat_statistics
     from flagcore.report.text import heading
     from flagcore.spec.plain_data import lookup
-    from flagcore_serving.sizing import manifest, sizing
+    from flagcore_serving.autoscaling import manifest
+    from flagcore_serving.sizing import sizing
 
     if total_rate == "auto":
         raise click.UsageError(_("{value} is not a number", value=f"--rate {total_rate}"))
@@ -175,8 +176,8 @@ def _explain(found: Sizing, run: Path | None) -> None:
         **values,
     )
     options.show("\n" + text)
-    if nearest := nearest_limit(flat_statistics(best.limited), flat_statistics(found.slo)):
-        options.show(_("Nearest limit") + f": {nearest[0]}")
+    if nearest := nearest_limit(flat_statistics(best.limited), flat_statistics(found.slo))[1]:
+        options.show(_("Nearest limit") + f": {nearest}")
     options.say(_("Predicted {load} (serve.profile, serve.slo).", load=found.assumed))
     if best.safe_devices > best.devices:
         text = N_("At the low end of the 80% interval of each replica's rate: {devices} devices.")

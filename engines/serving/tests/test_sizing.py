@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import yaml
 from flagcore_serving import sizing as module
+from flagcore_serving.autoscaling import manifest
 from flagcore_serving.engine import SloImpossible
 from flagcore_serving.model import simulated_load
-from flagcore_serving.sizing import Size, Sizing, hours_of, manifest, sizing
+from flagcore_serving.sizing import Size, Sizing, hours_of, sizing
 from flagcore_vllm.engine import ENGINE
 
 from flagcore import estimate
@@ -209,6 +210,15 @@ def test_a_change_that_fits_is_sought_once_for_all_sizes(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
+def test_each_chip_on_which_nothing_fits_is_named() -> None:
+    def planned(spec: LoadedSpec, **_change: Any) -> Any:
+        raise NothingFits(f"{spec.data['cluster']['devices_per_node']} are too few")
+
+    with pytest.raises(NothingFits) as error:
+        module.sizes_of(LOADED, 1.0, {"H100": None, "A100": None}, planned)
+    assert [line.partition(":")[0] for line in str(error.value).splitlines()] == ["H100", "A100"]
+
+
 def test_a_run_that_measured_a_replica_replaces_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate = {"instances": 1, "max_num_seqs": 64}
     latency = {"mean": 0.5, "p50": 0.4, "p99": 0.9}

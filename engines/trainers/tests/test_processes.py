@@ -94,6 +94,10 @@ def argv_of(data: dict[str, Any], folder: Path, *, nodes: int, devices: int, **v
             "axolotl train a.yaml --launcher torchrun -- --nproc_per_node=8",
         ),
         ("torchrun --standalone --nproc-per-node=gpu a.py", "torchrun --nproc-per-node=gpu a.py"),
+        (
+            "torchrun --nnodes 1 --nproc_per_node=4 a.py --nnodes_of_a 1",
+            "torchrun --nnodes 2 --nproc_per_node=8 a.py --nnodes_of_a 1",
+        ),
         ("env A=1 torchrun a.py", "env A=1 torchrun --nproc_per_node=8 a.py"),
         ("automodel a.yaml", "automodel a.yaml --nproc_per_node=8"),
         (

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from flagcore_importers.command import commands_of, read_command
@@ -443,93 +442,3 @@ def test_a_kept_command_is_exported_with_the_values_of_a_candidate(
         other = Candidate.of({**candidate.as_dict(), "pipeline_model_parallel_size": 2})
         with pytest.raises(LaunchError, match="pipeline_model_parallel_size"):
             engine.launch(platform, other, str(folder), for_real=True)
-
-
-@pytest.mark.parametrize("preset", ["fsdp2", "zero3"])
-def test_trls_loss_has_tiles_of_4096_tokens_and_32768_logits(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """trl 1.16 computes a tile again in backward, and gradients of hidden states and head in fp32 beside it."""
-    model, length = "meta-llama/Meta-Llama-3.1-8B", 32768
-    words = f"trl sft --model_name_or_path {model} --max_length {length} --accelerate_config {preset}"
-    data = read_command(None, [f"{words} --per_device_train_batch_size 1"], chip="H100-SXM").data
-    platform = open_spec(data, None, (), plan=True).problem.platform
-    engine, task = platform.engine, platform.task
-    values = {**{knob.name: knob.neutral for knob in engine.knobs}, **data["auto_tuner"]["baseline"]}
-    row = {knob.name: np.array([knob.axis(()).encode(values[knob.name])]) for knob in engine.knobs}
-    tiled = engine.predict(task, row, platform.costs)
-    monkeypatch.setitem(frameworks.TABLES["TRL"], "tiled_loss", False)
-    whole = engine.predict(task, row, platform.costs)
-    saved = float(whole.peak_allocated_bytes[0] - tiled.peak_allocated_bytes[0])
-    assert 9.0 * 128256 * length < saved < 12.0 * 128256 * length
-    assert tiled.step_time_s > whole.step_time_s
-
-
-@pytest.mark.parametrize(
-    ("method", "is_recomputed", "allocated"),
-    [
-        ("finetuning_type: full", True, 36.57),
-        ("finetuning_type: full", False, 43.33),
-        ("finetuning_type: full\npure_bf16: true", True, 20.71),
-        ("finetuning_type: full\npure_bf16: true", False, 25.62),
-        ("finetuning_type: lora\nlora_rank: 16\nlora_target: all", True, 11.72),
-        ("finetuning_type: lora\nlora_rank: 16\nlora_target: all", False, 16.73),
-    ],
-)
-def test_one_device_and_ddp_hold_what_transformers_allocates(
-    folder: Path, method: str, is_recomputed: bool, allocated: float
-) -> None:
-    """The peak in GiB of a step of Qwen3 with 6 layers and 4096 tokens: storages of fake tensors, counted with
-    transformers 5.24, PEFT 0.21 and torch 2.13, less the keys and values that attention repeats on processors only.
-
-    DDP has all gradients twice.
-    """
-    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 6, "num_attention_heads": 32}
-    sizes |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}
-    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 40960}
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(config | sizes))
-    rest = "stage: sft\ncutoff_len: 4096\npacking: true\nbf16: true\nper_device_train_batch_size: 1\n"
-    rest += f"gradient_accumulation_steps: 1\ndisable_gradient_checkpointing: {str(not is_recomputed).lower()}\n"
-    (folder / "job.yaml").write_text(f"model_name_or_path: model\n{method}\n{rest}")
-    peaks = []
-    for devices in (1, 2):
-        words = ["env", f"NPROC_PER_NODE={devices}", "FORCE_TORCHRUN=1", "llamafactory-cli", "train", "job.yaml"]
-        data = read_command(None, words, chip="H200").data
-        plan = estimate(data, top=1)
-        assert plan.baseline is not None
-        peaks.append(plan.baseline["memory"]["peak_allocated_gib"])
-    gradients = 2.402e9 * (2 if "pure" in method else 4) / 2**30 if "full" in method else 0.0
-    assert peaks[0] == pytest.approx(allocated, rel=0.03)
-    assert peaks[1] - peaks[0] == pytest.approx(gradients, rel=0.03, abs=0.2)
-
-
-def seconds(data: dict[str, Any]) -> tuple[float, float]:
-    """The predicted step of a job's own layout in seconds, and that of the exchange of experts."""
-    platform = open_spec(data, None, (), plan=True).problem.platform
-    engine, task = platform.engine, platform.task
-    values = {**{knob.name: knob.neutral for knob in engine.knobs}, **data["auto_tuner"]["baseline"]}
-    row = {knob.name: np.array([knob.axis(()).encode(values[knob.name])]) for knob in engine.knobs}
-    found = engine.predict(task, row, platform.costs)
-    return float(found.step_time_s[0]), float(found.time_s["ep_comm_s"][0])
-
-
-@pytest.mark.parametrize("chip", ["H100-SXM", "A100-80GB"])
-def test_a_command_says_which_kernels_its_layers_have(chip: str) -> None:
-    """torch takes cuDNN's attention on some chips, and Liger has one kernel for what are several."""
-    words = "swift sft --model Qwen/Qwen3-8B --max_length 8192 --per_device_train_batch_size 1"
-    options = ("", "--attn_impl flash_attn", "--use_liger_kernel true")
-    plain, flash, fused = (seconds(read_command(None, [f"{words} {each}"], chip=chip).data)[0] for each in options)
-    assert fused < plain
-    assert (plain < flash) == (chip == "H100-SXM")
-
-
-def test_recipes_of_automodel_have_the_dispatcher_and_the_states_that_they_state(folder: Path) -> None:
-    found = {}
-    for name, weights, state in (("deepep", "bf16", "bf16"), ("torch", "float32", None)):
-        backend = f"torch_dtype: {weights}, backend: {{dispatcher: {name}, experts: gmm"
-        recipe = AUTOMODEL.replace("backend: {experts: gmm", backend)
-        lines = [line for line in recipe.splitlines() if not line.startswith("peft")]
-        (folder / "own.yaml").write_text("\n".join(lines))
-        data: Any = read_command(None, ["automodel", "own.yaml"], chip="H100-SXM").data
-        assert data["auto_tuner"]["baseline"].get("state_dtype") == state
-        found[name] = seconds(data)[1]
-    assert 0.0 < 2.0 * found["deepep"] < found["torch"]

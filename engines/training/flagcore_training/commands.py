@@ -251,9 +251,10 @@ def with_processes(words: Sequence[str], hosts: int, per_host: int) -> tuple[str
         wanted |= {"no_ssh": "", **{name: OF_HOST[name] for name in ("node_rank", "master_addr", "master_port")}}
     found = list(words)
     new = [f"--{name}={value}".removesuffix("=") for name, value in wanted.items() if name not in given]
+    wanted |= {**dict.fromkeys(("nnodes", "num_machines", "num_nodes"), str(hosts)), option: wanted[option]}
     for name, (first, end) in reversed(given.items()):
         before, equals, value = found[first].partition("=")
-        if name == option and (value or "".join(found[first + 1 : end][:1])).isdecimal():
+        if name in wanted and (value or "".join(found[first + 1 : end][:1])).isdecimal():
             found[first : first + 2 - len(equals)] = [f"{before}={wanted[name]}"] if equals else [before, wanted[name]]
         elif name == "standalone" and hosts > 1:
             del found[first]

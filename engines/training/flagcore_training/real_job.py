@@ -141,7 +141,7 @@ def _ranks(read: Reading, cluster: ClusterSpec) -> dict[str, int]:
     if read.found("per_node") | read.found("processes") or (is_alone and cluster.devices_per_node == 1):
         return found
     if variable := read.row.get("ranks"):
-        forced = read.row.get("forced", ()) if cluster.nodes > 1 else ()
+        forced = [name for name in read.row.get("forced", ()) if cluster.nodes > 1 and name not in read.around]
         return found | {variable: cluster.devices_per_node, **dict.fromkeys(forced, 1)}
     if is_alone:
         text = f"{read.words[0]} starts one process, and the plan has {total} devices"

@@ -126,7 +126,7 @@ def test_a_tool_takes_what_its_command_takes() -> None:
     schema = BY_NAME["estimate"].input_schema()
     assert (schema["properties"]["top"]["type"], schema["properties"]["top"]["minimum"]) == ("integer", 1)
     assert schema["properties"]["rate"]["type"] == ["number", "string"]  # also "auto"
-    assert BY_NAME["explain"].input_schema()["required"] == ["spec"]
+    assert BY_NAME["show_run"].input_schema()["required"] == ["run"]
     assert {each.name for each in TOOLS if each.writes} == {"tune", "export"}
 
 

@@ -4,6 +4,7 @@ of several node groups: planned, and refused where it would have to run."""
 import json
 import os
 import pty
+import re
 import shlex
 import subprocess
 from collections.abc import Callable, Sequence
@@ -54,6 +55,7 @@ def test_the_commands_that_a_size_prints_start_with_what_all_candidates_keep_of_
     words += ["--tpot-p99", "1.5ms", "--set", f"auto_tuner.baseline={json.dumps(baseline)}"]
     found = flag("size", *words, "--rate", "5")
     assert "context_len 2048" in found.out
+    assert re.search(r"Nearest limit: p99 TPOT [\d.]+ s, \d+% of 0.0015 s", found.out)
     exported, tuned = (
         shlex.split(found.err.partition(each)[2].splitlines()[0]) for each in ("flag export ", "flag tune ")
     )
@@ -196,7 +198,7 @@ def test_exports_of_models_have_their_names(flag: Flag) -> None:
     [
         ("p99 ttft 1s", {"ttft_s": {"p99": 1.0}}),
         ("tpot_s.mean", None),
-        ("TTFT<600ms, p50 tpot 0.05 s", None),
+        ("TTFT<600ms, p50 tpot 0.05 s", {"ttft_s": {"p99": 0.6}, "tpot_s": {"p50": 0.05}}),
         ("TTFT<600ms,p50 tpot=50ms", {"ttft_s": {"p99": 0.6}, "tpot_s": {"p50": 0.05}}),
         ("p99 1s", None),
     ],
