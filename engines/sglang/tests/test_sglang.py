@@ -20,7 +20,7 @@ from engines.models.tests.examples import mixed
 from engines.serving.tests.engines.tasks import GIB, broken, merged, planned, row, server, settings
 from flagcore.api import estimate_jobs
 from flagcore.domain.model import Model
-from tests.product.serving_inputs import LATENT
+from tests.product.serving_inputs import EXPERTS, LATENT
 from tests.product.tasks import DENSE, VISION
 
 PAIR = {"prefill_decode": "1xtp1+1xtp1"}
@@ -43,6 +43,14 @@ def test_attention_dp_is_inside_sglangs_tp_size_in_old_and_new_spelling(version:
     argv = server(cards(engine_version=version), tensor_model_parallel_size=2, data_parallel_size=2).argv
     assert argv[8:10] == ("--tp-size", "4")
     assert " ".join(argv).endswith(words)
+
+
+def test_weights_on_the_host_take_no_memory_of_the_device() -> None:
+    assert settings(cards(engine_args={"cpu-offload-gb": 3})).offloaded.item() == pytest.approx(3 * GIB)
+    args = {"kt-weight-path": "/weights", "kt-num-gpu-experts": 32}
+    assert settings(cards(model=EXPERTS, engine_args=args)).experts_on_host.item() == EXPERTS.num_layers * 0.75
+    assert not settings(cards(model=DENSE, engine_args=args)).experts_on_host.any()
+    assert not settings(cards(model=EXPERTS, engine_args={"kt-num-gpu-experts": 32})).experts_on_host.any()
 
 
 def test_the_cache_of_a_server_on_cores_is_always_bounded() -> None:
