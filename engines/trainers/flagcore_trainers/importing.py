@@ -468,4 +468,5 @@ def _titan_names(read: Reading) -> list[str]:
     own = str(read.given.get("config") or "").replace("_", "-")
     kinds = [each for each in (f"{section['name']}-{section.get('flavor')}" if "name" in section else "", own) if each]
     spelled = [re.sub(r"(?i)^(llama)-?(\d)(?:_(\d))?", r"\1-\2.\3", each).replace(".-", "-") for each in kinds]
-    return [*filter(None, paths), *kinds, *spelled]
+    listed = TABLES["titan_registry"].get(own.replace("-", "_"), ())[4:]
+    return [*filter(None, paths), *listed, *kinds, *spelled]

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_importers.command import read_command
+from flagcore_models.public import public_models
 from flagcore_trainers.fully_shard import AC, MBS, TP
+from flagcore_trainers.importing import TABLES
 from flagcore_trainers.torchtitan import TORCHTITAN
 from flagcore_training.frameworks import has_tiled_loss
 
@@ -202,6 +204,12 @@ def test_torchtitan_after_0_3_counts_the_tokens_of_a_batch(tmp_path: Path, monke
         read_command(None, [f"{start} 5000"])
 
 
+@pytest.mark.parametrize("name", TABLES["titan_registry"])
+def test_each_configuration_of_torchtitan_has_a_known_model(name: str) -> None:
+    found = read_command(None, [f"torchrun --nproc_per_node 8 -m torchtitan.train --module m --config {name}"])
+    assert public_models()[found.data["model"]]
+
+
 def test_sizes_in_python_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     start = "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config"
@@ -255,6 +263,7 @@ def test_all_linear_layers_of_a_framework_are_those_with_a_name(
         ("deepseek-ai/DeepSeek-V3", "q_a_proj,kv_b_proj", ["q_proj", "v_proj"]),
         ("deepseek-ai/DeepSeek-V2-Lite", "q_proj,v_proj", ["q_proj"]),
         ("mistralai/Mixtral-8x7B-v0.1", "q_proj,gate_proj,up_proj,down_proj", ["q_proj"]),
+        ("LiquidAI/LFM2-8B-A1B", "q_proj,o_proj,out_proj,gate_proj", ["q_proj", "out_proj"]),
         ("mistralai/Mixtral-8x7B-v0.1", "q_proj,w1,w2,w3", ["q_proj", "gate_proj", "down_proj", "up_proj"]),
     ],
 )

@@ -258,6 +258,10 @@ ONE_DENSE = {**ROUTED, "first_k_dense_replace": 1}
 LATENT = {**ONE_DENSE, "q_lora_rank": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
 LATENT |= {"num_key_value_heads": 4, "v_head_dim": 16, "n_shared_experts": 1}
 INDEXED = {**LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64}
+LINEAR = {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_conv_kernel_dim": 4}
+CHANNELS = {**LINEAR, "linear_num_heads": 4, "linear_head_dim": 16}
+REPEATED = {**LINEAR, **{f"linear_num_{name}_heads": 4 for name in ("key", "value")}}
+REPEATED |= {"linear_key_head_dim": 12, "linear_value_head_dim": 24}
 ATTENTION = {"layer_types": ["attention"] * 4, "shared_intermediate_size": 80}
 
 
@@ -288,6 +292,10 @@ def fsdp2_columns() -> dict[str, Any]:
         ("deepseek_v32", INDEXED, 110_592),
         ("llama4_text", {**GROUPED, "num_experts": 8, "num_experts_per_tok": 1, "intermediate_size_mlp": 96}, 32_000),
         ("granitemoehybrid", {**GROUPED, **ATTENTION, "num_experts": 8}, 26_112),
+        ("granitemoeshared", {**GROUPED, "num_experts": 8, "shared_intermediate_size": 48}, 23_040),
+        ("afmoe", {**ROUTED, "num_dense_layers": 1, "num_shared_experts": 1}, 99_008),
+        ("kimi_linear", {**LATENT, **CHANNELS, "q_lora_rank": None, "kv_lora_rank": 32}, 37_920),
+        ("olmo_hybrid", {**GROUPED, **REPEATED}, 39_104),
     ],
 )
 def test_all_linear_layers_are_those_of_peft(family: str, sizes: dict[str, Any], weights: int) -> None:
@@ -310,6 +318,7 @@ OWN_INPUTS = ["q_proj", "o_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_p
         ("mixtral", {**GROUPED, "num_experts": 8}, ["q_proj", "w1", "w2", "w3"], 176_128),
         ("qwen3_5_text", {**GROUPED, **DELTA}, OWN_INPUTS, 21_696),
         ("phi", GROUPED, ["q_proj", "dense", "fc1", "fc2"], 18_432),
+        ("starcoder2", GROUPED, ["q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"], 24_576),
     ],
 )
 def test_layers_have_the_names_of_a_family(family: str, sizes: dict[str, Any], names: list[str], weights: int) -> None:

@@ -6,7 +6,7 @@ The experts of a layer are two parameters, and no linear layers. A test compares
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flagcore.domain.model import Model, Product
@@ -46,6 +46,8 @@ class Peft:
         experts have one adapter of twice the rank, unless it is one beside a parameter (PEFT's `target_parameters`).
         """
         rank, is_all, layers = adapter.rank, adapter.targets == "all-linear", product.layers
+        if self.family in TABLE["other_gates"]:
+            layers = tuple(replace(each, width=each.width // 2) if each.name == "q_proj" else each for each in layers)
         if product.name == "router":
             has_adapter = self.adapts_experts or self.family in TABLE["routers"]
             return [(rank, product.outputs)] * (is_all and has_adapter)
@@ -58,7 +60,7 @@ class Peft:
             found = []
         elif product.component == "mixers" and product.split == "outputs":
             number = TABLE["inputs"].get(self.family, 1)
-            found = [each // number for each in found for _part in range(number)]
+            found = [(each + part) // number for each in found for part in range(number)]
         elif found and product.name in TABLE["joint"].get(self.family, ()):
             found = [product.outputs]
         if is_all and (product.component, product.name) == ("shared_experts", "up"):

@@ -66,6 +66,10 @@ STAGED_DRAFTS |= dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), ">=0.29")
 """Earlier releases in which the draft class of a model_type has it: classes `*MTP*` of 0.24, 0.26, 0.28, 0.29."""
 
 
+FITTED = ">=0.14"
+"""Releases that take auto or -1 as the longest context that fits (pull request 29431 of December 2025)."""
+
+
 def rules_of(task: Task) -> tuple[Rule, ...]:
     """Return vLLM's legality rules for candidates."""
     hardware, experts, kind = Hardware.of(task), task.spec.model.experts, task.spec.model.family
@@ -121,6 +125,13 @@ def rules_of(task: Task) -> tuple[Rule, ...]:
             N_("{PP} > 1 with {SPECULATION} = mtp needs vllm {releases}: this model's draft class has no stages"),
             lambda c: (c[PP] > 1) & (c[SPECULATION] == mtp) & (not has_stages),
             releases=STAGED,
+        ),
+        rules.rule(
+            "fitted_context",
+            (CONTEXT,),
+            N_("{CONTEXT} = auto needs vllm {releases}"),
+            lambda c: (c[CONTEXT] < 0) & bool(version and not in_versions(FITTED, version)),
+            releases=FITTED,
         ),
         *_transfer_rules(task),
         *([_overlap_rule(task)] if not version or in_versions(">=0.11.1", version) else []),

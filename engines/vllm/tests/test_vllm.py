@@ -286,6 +286,13 @@ def test_drafts_of_older_releases_have_stages_only_in_some_classes(
     assert rule.broken(columns).item() is not works
 
 
+@pytest.mark.parametrize(("release", "works"), [("0.13.0", False), ("0.14.0", True), (None, True)])
+def test_a_context_that_fits_is_found_since_a_release(release: str | None, *, works: bool) -> None:
+    rule = next(each for each in ENGINE.rules(cards(engine_version=release)) if each.name == "fitted_context")
+    for length, is_broken in ((-1, not works), (4096, False)):
+        assert rule.broken({"context_len": np.array([length])}).item() is is_broken
+
+
 def test_experts_of_deepseek_v4_are_as_many_on_each_rank() -> None:
     for name, works in (("deepseek-ai/DeepSeek-V4-Flash", False), ("Qwen/Qwen3-30B-A3B", True)):
         task = cards(weights=name, model=model_from(name, base=Path()))

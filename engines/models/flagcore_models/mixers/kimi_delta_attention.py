@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass
 
-from flagcore.domain.model import Mixer, Product
+from flagcore.domain.model import Mixer, Output, Product
 
 
 @dataclass(frozen=True, kw_only=True)
 class KimiDeltaAttention(Mixer):
     """Queries, keys, values and gates have `num_heads` heads of `head_dim` elements.
 
-    Decays and gates are projected over `head_dim` elements. Queries, keys and values each pass through a convolution
-    over `kernel` tokens.
+    Decays and gates are projected over `head_dim` elements, or each by one layer (`whole_gates`, as in Ling 3.0).
+    Queries, keys and values each pass through a convolution over `kernel` tokens.
 
-    Source: transformers 5.24 `models/kimi_linear`.
+    Sources: transformers 5.24 `models/kimi_linear` and `models/bailing_hybrid`.
     """
 
     label = "Kimi Delta Attention"
@@ -20,6 +20,7 @@ class KimiDeltaAttention(Mixer):
     num_heads: int
     head_dim: int
     kernel: int = 4
+    whole_gates: bool = False
 
     @property
     def width(self) -> int:
@@ -31,12 +32,15 @@ class KimiDeltaAttention(Mixer):
         return self.num_heads
 
     def products(self, hidden_size: int) -> tuple[Product, ...]:
-        return (
-            Product(inputs=hidden_size, outputs=3 * self.width + self.num_heads),
-            Product(inputs=hidden_size, outputs=2 * self.head_dim, split=""),
-            Product(inputs=self.head_dim, outputs=2 * self.width),
-            Product(inputs=self.width, outputs=hidden_size, split="inputs"),
+        width, rank = self.width, self.head_dim
+        first = [(name, width) for name in ("q_proj", "k_proj", "v_proj")] + [("b_proj", self.num_heads)]
+        first += [("f_proj", width), ("g_proj", width)] if self.whole_gates else []
+        low = (
+            _joined(hidden_size, [("f_a_proj", rank), ("g_a_proj", rank)], split=""),
+            _joined(rank, [("f_b_proj", width), ("g_b_proj", width)]),
         )
+        output = _joined(width, [("o_proj", hidden_size)], split="inputs")
+        return _joined(hidden_size, first), *(() if self.whole_gates else low), output
 
     @property
     def other_weights(self) -> int:
@@ -69,3 +73,9 @@ class KimiDeltaAttention(Mixer):
     @property
     def state_bytes(self) -> float:
         return 4.0 * self.num_heads * self.head_dim**2 + 2.0 * 3.0 * (self.kernel - 1) * self.width
+
+
+def _joined(inputs: int, layers: list[tuple[str, int]], split: str = "outputs") -> Product:
+    """Return the product that joins layers of these names and outputs."""
+    joined = tuple(Output(name, outputs) for name, outputs in layers)
+    return Product(inputs=inputs, outputs=sum(each.width for each in joined), joined=joined, split=split)
