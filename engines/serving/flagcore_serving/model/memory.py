@@ -99,9 +99,8 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
         budget, free = settings.memory_fraction * capacity - held, capacity - driver + 0.0 * weights
     other = 0.0 if overheads.activations_beside else activations + graphs
     rest = settings.rest_share * (free - weights - adapters - activations - graphs)
-    cache = np.where(np.isnan(settings.rest_share), budget - weights - adapters - other, rest)
+    cache = np.where(np.isnan(settings.rest_share), budget - weights - adapters - other, rest) - settings.request_bytes
     cache = np.where(np.isnan(settings.cache_bytes), cache, settings.cache_bytes)
-    cache = cache - settings.request_bytes
     kept = {name: getattr(overheads, name) for name in ("frees_windows", "indexes_all", "caches_reused")}
     tokens, sequence = np.maximum(serving.tokens, 1.0), settings.sequence_bytes
     token = token_bytes(model, settings, serving.tokens, **kept)
