@@ -27,7 +27,14 @@ from flagcore_serving.model.work import HOST_RATE, AdaptedRequests, Overheads, S
 from flagcore_serving.space.hardware import Hardware
 from flagcore_serving.space.placement import ENCODES, InstanceKinds, uniform_kinds
 from flagcore_serving.space.settings import Settings
-from flagcore_serving.space.weights import STORED_BYTES, Quantization, cache_bytes_per_token, cached_heads, quantization
+from flagcore_serving.space.weights import (
+    ATTENTION,
+    STORED_BYTES,
+    Quantization,
+    cache_bytes_per_token,
+    cached_heads,
+    quantization,
+)
 
 T = TypeVar("T", IterationCosts, ServingMemory)
 COMPUTE_FORMATS = ("bf16", "fp16", "fp32")
@@ -229,6 +236,8 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Mo
     peak = group.chip.dense_flops_per_second.get("bf16")
     serving = serving._replace(architecture=group.chip.architecture, peak=peak.value if peak else math.nan)
     host, checkpoint = group.chip.host_bytes_per_second, quantization(task.spec) or Quantization()
+    if precision == "mxfp4" and ATTENTION in checkpoint.wide and (narrow := overheads.narrows):
+        checkpoint = checkpoint._replace(wide=checkpoint.wide - {ATTENTION}, attention=narrow)
     serving = serving._replace(link_domain=group.link_domain, bus_ranks=bus_ranks, wide=checkpoint.wide)
     serving = serving._replace(host_rate=host.value if host else HOST_RATE, adapters=AdaptedRequests.of(loads[0]))
     precision, only_stored = checkpoint.others or precision, checkpoint.weights_only

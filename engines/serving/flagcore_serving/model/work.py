@@ -73,6 +73,8 @@ class Overheads:
 
     - `attention`, `ffn`: kernels of an attention layer, and of an FFN.
     - `latent`, `indexer`: additional kernels of latent attention, and of the indexer of sparse attention.
+    - `narrows`: the format into which attention is quantized as it is loaded, if a checkpoint with experts in MXFP4
+      leaves it in 16 bits; "" if it stays.
     - `compressed`, `selected`: additional kernels of compressed attention, and of its choice of keys, if there are more
       than it chooses: twice the time for more than 128 tokens. `streams`: of the residual streams around a part.
     - `delta_rule`: time of a gated delta rule's kernels relative to that of their memory traffic.
@@ -169,6 +171,7 @@ class Overheads:
     receive: int = 1
     latent: float = 0.0
     indexer: float = 0.0
+    narrows: str = ""
     compressed: float = 0.0
     selected: float = 0.0
     streams: float = 0.0

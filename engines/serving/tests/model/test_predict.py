@@ -21,6 +21,7 @@ from flagcore_serving.model.simulated_load import STEADY_RATIO
 from flagcore_serving.model.work import UNFITTED, overheads_of
 from flagcore_serving.published import LAYOUT
 from flagcore_serving.space.placement import uniform_kinds
+from flagcore_serving.space.weights import ATTENTION
 from flagcore_sglang.engine import ENGINE as SGLANG
 from flagcore_sglang.engine import RECEIVE
 from flagcore_vllm.engine import ENGINE as VLLM
@@ -59,6 +60,15 @@ def figure(found: Predictions, name: str = "output_tokens_per_s") -> list[float]
 
 def with_cpus(count: int | None) -> Task:
     return replace(task(), cluster=Cluster(groups=(replace(task().cluster.groups[0], cpus_per_node=count),)))
+
+
+def test_a_build_can_quantize_attention_that_a_checkpoint_leaves_in_16_bits() -> None:
+    on = task(model=replace(EXPERTS, name="zai-org/GLM-5.2"), precision="mxfp4", weights="amd/GLM-5.2-MXFP4")
+    found = [
+        serving_of(on, Roofline(chip=CHIP), replace(UNFITTED, narrows=narrow)).bytes_of(ATTENTION)
+        for narrow in ("", "fp8")
+    ]
+    assert found == [2.0, 1.0]
 
 
 def test_intervals_are_wider_in_open_loops_and_over_several_hosts() -> None:
