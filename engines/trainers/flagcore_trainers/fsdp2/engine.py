@@ -285,6 +285,7 @@ class Fsdp2(Engine):
         if read is not None:
             program = replace(
                 program,
+                masked=program.masked and "balanced_context" not in read.row,
                 narrow_loss=program.narrow_loss or read.is_on("narrow_loss"),
                 neighbours=program.neighbours or read.is_on("balanced"),
                 own_attention=program.own_attention or read.is_on("own_attention"),
