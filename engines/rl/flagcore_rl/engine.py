@@ -39,7 +39,17 @@ from flagcore_rl.commands import dialect_of
 from flagcore_rl.importing import Reading
 from flagcore_rl.job import RlSpec, job_of, tokens_of
 from flagcore_rl.predict import Framework, predict
-from flagcore_rl.roles import DEVICES, ROLLOUT, STALENESS, THREADS, engine_of, keys_of, serve_task, train_task
+from flagcore_rl.roles import (
+    DEVICES,
+    MOST_STEPS,
+    ROLLOUT,
+    STALENESS,
+    THREADS,
+    engine_of,
+    keys_of,
+    serve_task,
+    train_task,
+)
 from flagcore_rl.rules import EP, PP, RDP, RTP, TP, rules
 
 ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
@@ -231,9 +241,13 @@ class RlEngine(Engine):
         own = spec_warnings(role.spec, rollout.program) if isinstance(rollout, ServingEngine) else ()
         lines += [each.replace("serve.", "rl.rollout.") for each in own if each.startswith("serve.engine_version")]
         lines += [] if work.command else [_(NO_COMMAND, key="rl.command")]
-        if work.staleness > 1:
-            steps = work.staleness
-            lines.append(_("rl.staleness = {steps} is predicted as 1: as much overlaps with more", steps=steps))
+        if (steps := work.staleness) > MOST_STEPS:
+            text = _(
+                "rl.staleness = {steps} is predicted as {n}: with more, the rollout hardly gets faster",
+                steps=steps,
+                n=MOST_STEPS,
+            )
+            lines.append(text)
         if work.context and work.longest > work.context:
             text = _(
                 "the longest prompt and answer have {longest} tokens, more than the model's context of {context}: "

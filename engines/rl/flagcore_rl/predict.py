@@ -136,7 +136,7 @@ def predict(
     rolled = _once(
         _last[3],
         candidates,
-        lambda name: name.startswith(roles.ROLLOUT),
+        lambda name: name.startswith(roles.ROLLOUT) or name == roles.STALENESS,
         lambda found: _roll(task, found, costs, framework),
     )
 
@@ -293,13 +293,13 @@ def _flops(engine: Any, part_of: Callable[..., Task], batch: int, values: Values
 def _roll(task: Task, candidates: list[Values], costs: Costs, framework: Framework) -> list[_Rolled]:
     work = job_of(task)
     engine = roles.engine_of(work.rollout.engine, "rl.rollout.engine")
-    groups: dict[int, list[int]] = {}
+    groups: dict[tuple[int, int], list[int]] = {}
     for row, values in enumerate(candidates):
         devices = int(values.get(roles.DEVICES) or task.cluster.devices)
-        groups.setdefault(devices, []).append(row)
+        groups.setdefault((devices, int(values.get(roles.STALENESS) or 0)), []).append(row)
     found: dict[int, _Rolled] = {}
-    for devices, members in groups.items():
-        part = roles.serve_task(task, devices)
+    for (devices, staleness), members in groups.items():
+        part = roles.serve_task(task, devices, staleness)
         own = costs.of(part.cluster, part.spec.work.engine)
         own = replace(own, overheads={**framework.rollout, **costs.overheads, **own.overheads})
         rows = [roles.serve_values(engine, candidates[row], devices, framework.memory_share) for row in members]

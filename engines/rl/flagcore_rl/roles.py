@@ -131,16 +131,24 @@ def train_values(
     return found | {name: value for name, value in own.items() if name in names}
 
 
-def serve_task(task: Task, devices: int) -> Task:
-    """Return the task of the rollout: a burst of all samples of a step."""
-    work = job_of(task)
-    requests = requests_of(work.drawn)
+MOST_STEPS = 4
+"""The most steps whose samples are predicted to be generated at once: more take long to simulate and change little."""
+
+
+def serve_task(task: Task, devices: int, staleness: int = 0) -> Task:
+    """Return the task of the rollout: a burst of all samples of a step, or of those that may be generated at once.
+
+    NeMo-RL starts the samples of the next `staleness` steps (@7ea279ab `async_utils/trajectory_collector.py`,
+    generation_lead_steps).
+    """
+    work, steps = job_of(task), min(max(staleness, 1), MOST_STEPS)
+    requests = requests_of(work.drawn) * steps
     load = Load(
         input_len=round(work.prompt_len.mean),
         output_len=round(work.answer_len.mean),
         lengths=requests,
         longest=work.longest,
-        distinct=work.prompts,
+        distinct=work.prompts * steps,
         num_prompts=len(requests),
         request_rate=math.inf,
     )

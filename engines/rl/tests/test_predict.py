@@ -116,6 +116,14 @@ def test_colocated_memory_is_the_sum_unless_one_role_makes_room() -> None:
     assert more - less == pytest.approx(0.2 * shares[0]["memory"]["capacity_gib"])
 
 
+def test_samples_of_several_steps_are_generated_at_once() -> None:
+    """The tail of a step's answers runs beside the answers of the next ones."""
+    tail = {**LENGTHS, "longest": 4096, "spread": 0.9}
+    jobs = [record({"rollout_devices": 4, "staleness": n}, staleness=n, answer_len=tail) for n in (1, 2, 4, 9)]
+    generated = [each["generation_s"] for each in predicted(*jobs)]
+    assert generated[0] > generated[1] > generated[2] == generated[3]
+
+
 def test_parts_add_up_and_staleness_hides_generation() -> None:
     on_policy, stale = predicted(
         record({"rollout_devices": 4}), record({"rollout_devices": 4, "staleness": 1}, staleness=1)
@@ -207,7 +215,7 @@ def test_settings_of_roles_that_are_not_predicted_are_named() -> None:
     [
         ({"engine_version": "99"}, "rl.engine_version = 99 is not a release of nemo-rl"),
         ({"rollout": {"engine": "vllm", "engine_version": "99"}}, "rl.rollout.engine_version = 99 is not a release"),
-        ({"staleness": 900}, "rl.staleness = 900 is predicted as 1"),
+        ({"staleness": 900}, "rl.staleness = 900 is predicted as 4"),
         ({"answer_len": {"mean": 900.0, "longest": 41000}}, "41128 tokens, more than the model's context of 40960"),
         ({"packing": False, "answer_len": {"mean": 300.0, "longest": 4096}}, "the longest has 4,224 tokens a sample"),
         ({"engine_version": "0.6.0", "staleness": 1}, ""),

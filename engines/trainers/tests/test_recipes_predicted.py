@@ -12,6 +12,8 @@ from flagcore_training import frameworks
 from engines.trainers.tests.test_recipes import AUTOMODEL
 from flagcore import estimate
 from flagcore.api.inputs import open_spec
+from flagcore.plugins import find_engine
+from tests.tasks import planned
 
 
 @pytest.fixture(autouse=True)
@@ -108,3 +110,14 @@ def test_recipes_of_automodel_have_the_dispatcher_and_the_states_that_they_state
         assert data["auto_tuner"]["baseline"].get("state_dtype") == state
         found[name] = seconds(data)[1]
     assert 0.0 < 2.0 * found["deepep"] < found["torch"]
+
+
+def test_a_framework_gives_some_stages_a_layer_more(folder: Path) -> None:
+    lines = AUTOMODEL.replace("30B-A3B, backend: {experts: gmm}", "8B").replace("ep_size: 8", "pp_size: 8").splitlines()
+    (folder / "own.yaml").write_text("\n".join(line for line in lines if not line.startswith("peft")))
+    data: Any = read_command(None, ["automodel", "own.yaml"], chip="H100-SXM").data
+    task = planned(data).task
+    engine = find_engine("fsdp2")
+    assert "36 layers do not divide over 8 stages: predicted as if they did" in engine.warnings(task)
+    assert not {each.name for each in engine.rules(task)} & {"pipeline_layers"}
+    assert 0.0 < seconds(data)[0] < float("inf")

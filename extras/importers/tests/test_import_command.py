@@ -98,6 +98,17 @@ def test_a_recipe_has_arguments_by_key_and_the_fewest_devices(section: str, form
     assert not keys(imported) & {"num_layers", "--num-layers"}
 
 
+def test_a_recipe_of_primus_has_its_overrides_and_takes_its_model_from_the_user(tmp_path: Path) -> None:
+    overrides = {"seq_length": 2048, "global_batch_size": 64, "micro_batch_size": 2, "finetune": False, "load": None}
+    recipe = {"modules": {"pre_trainer": {"framework": "megatron", "model": "own.yaml", "overrides": overrides}}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    data: Any = read_command(None, ["recipe.yaml"], chip="MI355X", model="model").data
+    assert data["cluster"] == {"chip": "MI355X", "nodes": 1, "devices_per_node": 8}
+    assert (data["train"]["seq_length"], data["train"]["precision"]) == (2048, "bf16")
+    assert data["auto_tuner"]["baseline"]["use_distributed_optimizer"]
+    assert not {"--finetune", "--no-finetune", "--load"} & {*data["train"]["command"]}
+
+
 INPUTS, UNKNOWN_KEYS, FOUND_INPUTS = yaml.safe_load_all(Path(__file__).with_name("inputs.yaml").read_text())
 IMAGES = {"vllm": "vllm/vllm-openai:v0.11.0", "sglang": "lmsysorg/sglang:v0.5.5"}
 OWN = {"GEMS_VENDOR", "CUDA_DEVICE_MAX_CONNECTIONS", "GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES"}

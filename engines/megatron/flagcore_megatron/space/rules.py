@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import numpy as np
 from flagcore_models.layers import latent_layers, other_mixers
+from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_training.knobs import RuleTable
 from flagcore_training.layout import WHOLE_STEP
 from flagcore_training.schedules import SCHEDULES
@@ -93,6 +94,9 @@ def _length_rules(task: Task) -> Iterator[Rule]:
     is_local = task.spec.train.command is not None and implementation_of_command(task.spec) == "local"
     is_local &= "context-parallel-algo" not in given_flags(task.spec)  # forks with it bring attention of their own
     yield rule("context_parallel_implementation", lambda c: (c[CP] > 1) & is_local)
+    version, mixers = release(task.spec), other_mixers(task.spec.model)
+    is_old = bool(version) and in_versions("<0.18", version) and any(isinstance(each, GatedDeltaNet) for each in mixers)
+    yield rule("context_parallel_delta_net", lambda c: (c[CP] > 1) & is_old)
     yield rule("context_length", lambda c: (c[CP] > 1) & (length % (2 * c[CP]) != 0), length=length)
     yield rule("sequence_length", lambda c: (c[SP] == 1) & (length % (c[TP] * c[CP]) != 0), length=length)
     yield rule("moe_sequence_parallel", lambda c: (c[TP] > 1) & (c[SP] == 0) & (experts > 0))

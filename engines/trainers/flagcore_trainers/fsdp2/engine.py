@@ -131,6 +131,11 @@ def lists_others(spec: Spec) -> bool:
     )
 
 
+def _uneven(task: Task, stages: int) -> list[str]:
+    layers = task.spec.model.num_layers
+    return [f"{layers} layers do not divide over {stages} stages: predicted as if they did"] * (layers % stages > 0)
+
+
 def _layer_rule(task: Task) -> Rule:
     """Return the rule of layers other than attention over all tokens, whose division is not predicted.
 
@@ -280,6 +285,7 @@ class Fsdp2(Engine):
         if read is not None:
             program = replace(
                 program,
+                masked=program.masked and "balanced_context" not in read.row,
                 narrow_loss=program.narrow_loss or read.is_on("narrow_loss"),
                 neighbours=program.neighbours or read.is_on("balanced"),
                 own_attention=program.own_attention or read.is_on("own_attention"),
@@ -300,7 +306,9 @@ class Fsdp2(Engine):
     def rules(self, task: Task) -> tuple[Rule, ...]:
         self._check_command(task.spec)
         absent_targets(task.spec.model, task.spec.train.adapter)
-        return rules(task)
+        # frameworks give their stages a layer more or less
+        left_out = PIPELINE_LAYERS if kept_framework(task.spec) else ""
+        return tuple(each for each in rules(task) if each.name != left_out)
 
     def _check_command(self, spec: Spec) -> None:
         """Raise SpecError for a command, which nothing would run."""
@@ -321,7 +329,9 @@ class Fsdp2(Engine):
     def warnings(self, task: Task) -> Sequence[str]:
         release = unknown_release("train.engine_version", "torch", task.spec.train.engine_version, RELEASES)
         of_job = [*_without_shards(task), *_without_depths(task)]
-        return [*release, *of_job, *cut_warnings(task.spec.train), *loss_warnings(task)]
+        stages = int((task.spec.baseline or {}).get(fs.PP) or 1)
+        uneven = _uneven(task, stages) if kept_framework(task.spec) else []
+        return [*release, *of_job, *cut_warnings(task.spec.train), *loss_warnings(task), *uneven]
 
     # Job records
 
@@ -365,7 +375,7 @@ class Fsdp2(Engine):
 
     def _assumed(self, task: Task, values: Mapping[str, KnobValue], noted: Collection[str]) -> Sequence[str]:
         """Return a line for each key of a job record that has no effect or was filled in."""
-        train, layers, stages = task.spec.train, task.spec.model.num_layers, int(values.get(fs.PP) or 1)
+        train = task.spec.train
         given = {"train.implementation": train.implementation, "train.attention": train.attention}
         unused = {name: value for name, value in given.items() if value not in (None, "flash")}
         lines = [*_without_depths(task), *length_warnings(train, noted)]
@@ -376,9 +386,7 @@ class Fsdp2(Engine):
             lines.append(f"{fs.STATES} = {values[fs.STATES]} is assumed, as in recipes of NeMo AutoModel")
             if train.adapter is None and train.lengths is None:
                 lines.append("tokens are routed to neighbouring experts, as in its benchmarks: others take longer")
-        if layers % stages:
-            lines.append(f"{layers} layers do not divide over {stages} stages: predicted as if they did")
-        return lines
+        return [*lines, *_uneven(task, int(values.get(fs.PP) or 1))]
 
     # Trials, which it does not have
 
