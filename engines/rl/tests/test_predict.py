@@ -109,8 +109,7 @@ def test_colocated_memory_is_the_sum_unless_one_role_makes_room() -> None:
     assert used == sorted(used)
     assert used[1] < used[2]
     contexts = [each["memory"]["device_used_gib"] - each["memory"]["reserved_gib"] for each in (apart, together)]
-    assert contexts[1] == pytest.approx(2 * contexts[0])
-    assert contexts[0] > 0.0
+    assert 0.0 < contexts[0] < contexts[1] < 2 * contexts[0]  # one for each; what the driver keeps counts once
     shares = predicted(*(record({"rollout_memory_share": share}, **kept) for share in ("0.3", "0.5")))
     less, more = (each["memory"]["device_used_gib"] for each in shares)
     assert more - less == pytest.approx(0.2 * shares[0]["memory"]["capacity_gib"])

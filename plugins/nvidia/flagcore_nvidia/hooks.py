@@ -18,7 +18,7 @@ SLACK = 0.0075
 
 CONTEXT_BYTES = 0.82 * 2**30
 """Memory in use as reported by the driver, minus reserved memory: median of the same 25 jobs (0.75 to 0.82 GiB), torch
-2.11, CUDA 13."""
+2.11, CUDA 13. What the driver says is in use has what it keeps for itself (NVML: the sum of reserved and allocated)."""
 
 PAIR_BYTES, COLLECTIVE_BYTES = 342 * 2**20, 392 * 2**20
 """NCCL's buffers, 342 MiB with 2 ranks, and 392 MiB with 4 and 8 ranks: ai-dynamo/aiconfigurator systems/*.yaml of
@@ -38,12 +38,19 @@ SMALL_WORKSPACE = ("A", "L", "T4", "V100", "RTX-3", "RTX-4")
 
 
 def memory_of(group: NodeGroup, engine: str, kind: str = "serve") -> PlainMemory:
-    """Return the memory model of one device of `group`. Servers have one communicator."""
+    """Return the memory model of one device of `group`. Servers have one communicator.
+
+    What the driver keeps for itself is not counted in a trainer's context if the capacity lacks it.
+    """
     collective = COLLECTIVE_BYTES if group.devices > 2 else PAIR_BYTES if group.devices > 1 else 0
     small = group.chip.name.upper().startswith(SMALL_WORKSPACE)
     workspace = SMALL_WORKSPACE_BYTES if small else WORKSPACE_BYTES
     further = (collective, NETWORK_BYTES) if kind == "train" else (0.0, 0.0)
-    plain = PlainMemory.of(group, fragmentation=SLACK, context_bytes=CONTEXT_BYTES + collective, workspace=workspace)
+    nominal, usable = group.chip.memory_bytes, group.chip.usable_bytes
+    context = CONTEXT_BYTES + collective
+    if kind != "serve" and nominal and usable and (group.memory_bytes or 0) <= usable.value:
+        context -= nominal.value - usable.value
+    plain = PlainMemory.of(group, fragmentation=SLACK, context_bytes=max(context, 0.0), workspace=workspace)
     return replace(plain, further=further)
 
 

@@ -271,10 +271,9 @@ SPEC = {
 TOO_LARGE = {
     "Meta-Llama-3-70B, 64 x GB200, fp8, 8192",
     "Meta-Llama-3.1-405B, 512 x H100-SXM, bf16, 8192",
-    "Meta-Llama-3.1-8B, 8 x H100-SXM, bf16, 8192",
     "Llama-3.1-405B, 16384 x H100-SXM, bf16, 8192",
 }
-"""Published runs that are wrongly predicted not to fit: by 0.2 to 7% more than the device has. The trainer of the last
+"""Published runs that are wrongly predicted not to fit: by 2 to 7% more than the device has. The trainer of the third
 shards gradients, and frees tensors that Megatron keeps (arXiv 2407.21783)."""
 
 
@@ -366,8 +365,7 @@ def test_the_layout_of_a_published_run_is_compared_with_the_best() -> None:
     report = api.explain_like(SPEC, "dgxc-benchmarking LLAMA-3.1-8b fp8")
     assert report.name.startswith("Meta-Llama-3.1-8B, 8 x H100-SXM, fp8, 8192 (https://")
     assert (report.candidate["context_parallel_size"], report.candidate["data_parallel_size"]) == (2, 4)
-    memory = report.as_data()["published"]["memory"]
-    assert memory["device_used_gib"] < 1.01 * memory["capacity_gib"]
+    assert report.as_data()["published"]["memory"]["fits"]
     assert len(report.because) == 3  # with the own settings, the place in the list, the margin of memory
     candidate = api.explain_like(SPEC, "405B 1024 bf16").candidate  # illegal on 8 devices
     assert (candidate["pipeline_model_parallel_size"], candidate["num_layers_per_virtual_pipeline_stage"]) == (8, 2)

@@ -151,3 +151,11 @@ def test_caches_of_sglang_leave_room_for_the_tables_of_drafts(states: str, token
     assert memory["kv_cache_tokens"] == pytest.approx(tokens, rel=0.05)
     older = memory_of(version="0.5.13", **of, **MTP)
     assert older["kv_cache_tokens"] > 1.2 * memory["kv_cache_tokens"]  # sized before the draft is loaded
+
+
+def test_caches_of_sglang_on_one_device() -> None:
+    """sgl-project/sglang `docs/backend/send_request.ipynb`, run of 2025-01-23."""
+    model = "meta-llama/Llama-3.1-8B-Instruct"
+    memory = memory_of("H100-SXM", 1, "0.4.2", model, {}, engine="sglang", mem_fraction_static=0.88)
+    assert memory["kv_cache_gib"] == pytest.approx(54.26, rel=0.02)
+    assert memory["kv_cache_tokens"] == pytest.approx(444_500, rel=0.02)
