@@ -24,6 +24,7 @@ PACKAGES = {
     "aiconfigurator-core": "aiconfigurator-core",
     "aiperf": "aiperf",
     "axolotl": "axolotl",
+    "bitsandbytes": "bitsandbytes",
     "deepspeed": "deepspeed",
     "dynamo": "ai-dynamo",
     "emerging-optimizers": "emerging-optimizers",

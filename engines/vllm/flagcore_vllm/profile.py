@@ -22,6 +22,8 @@ from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore_vllm.cache import is_packed
 
+GRAPHS, LEVEL = "cudagraph_mode", "optimization_level"
+"""The knobs for captured graphs, of whose words the first is NONE and the second PIECEWISE, and for the preset."""
 RESERVES_GRAPHS_SINCE = {"sm_": (0, 20, 0), "gfx": (0, 26, 0)}
 """By architecture: the first release whose cache leaves room for graphs (`VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS` of
 `envs.py`, 0.25 and 0.26 `v1/worker/gpu_worker.py`). Earlier, they came in addition to the share of memory."""
@@ -53,6 +55,12 @@ SCORE_BYTES = 512 * 2**20
 """The bytes of an indexer's scores at the peak of the profile."""
 GRAPH_SIZES = np.array([1, 2, 4, *range(8, 256, 8), *range(256, 2049, 16)])
 """The sizes of captured batches in tokens."""
+
+
+def captured(values: Columns) -> IntArray:
+    """Return the codes of graphs: if unset, the level 0 has none and 1 piecewise ones (0.32: `config/vllm.py`)."""
+    level = values[LEVEL]
+    return np.where((values[GRAPHS] == 0) & (level <= 2), level, values[GRAPHS])
 
 
 def graph_tokens(task: Task, args: Mapping[str, EngineArg]) -> int:

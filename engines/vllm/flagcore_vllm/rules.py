@@ -28,11 +28,11 @@ from flagcore.domain.spec import Task
 from flagcore.i18n import N_
 from flagcore_vllm import connectors
 from flagcore_vllm.connectors import CONFIG
+from flagcore_vllm.profile import GRAPHS
 from flagcore_vllm.space import (
     BLOCK,
     CHUNKED,
     CPU_BLOCK,
-    GRAPHS,
     IMAGES,
     MLA_CPU_BLOCK,
     NEED_DRAFT_MODEL,

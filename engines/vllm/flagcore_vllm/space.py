@@ -45,7 +45,7 @@ from flagcore_vllm import cache, connectors, json_flags, profile
 NEWEST = (0, 33, 0)
 """The release that is assumed if the version is unknown."""
 SEQS, TOKENS, BLOCK = "max_num_seqs", "max_num_batched_tokens", "block_size"
-MEMORY, CHUNKED, GRAPHS, THREADS = "gpu_memory_utilization", "enable_chunked_prefill", "cudagraph_mode", "threads"
+MEMORY, CHUNKED, THREADS = "gpu_memory_utilization", "enable_chunked_prefill", "threads"
 POLICY, IMAGES, OFFLOAD = "scheduling_policy", "limit_mm_per_prompt", "kv_offloading_size"
 ASYNC_BY_DEFAULT = (0, 14, 0)
 """The first release with asynchronous scheduling by default, except on CPU cores (vllm-project/vllm #27614)."""
@@ -193,7 +193,7 @@ def _flat(name: str, values: Mapping[str, object]) -> Iterator[tuple[str, Engine
 CONTEXTS = Auto(_contexts, "not set; the longest request if the memory is too small for the model's context")
 PROGRAM = VllmProgram.read("flagcore_vllm", {"contexts": CONTEXTS, "cache_types": knobs.if_fp8("auto", "fp8")})
 KNOBS = PROGRAM.knobs
-PIECEWISE = PROGRAM.code(GRAPHS, "PIECEWISE")
+PIECEWISE = PROGRAM.code(profile.GRAPHS, "PIECEWISE")
 ON_HOST = [PROGRAM.code(SPECULATION, word) for word in ("ngram", "suffix")]
 """Methods that draft on the host, with synchronous scheduling."""
 NGRAM_TOKEN_S, SUFFIX_S = 15e-9, 20e-6
@@ -322,8 +322,8 @@ def _blocks(task: Task, columns: Columns, tokens: IntArray, seqs: IntArray, cont
     in_flight = np.asarray(batches * tokens)
     checked = blocks_on(np.ones_like(stages)) if since <= release < until else blocks
     longest, least = (each.reserved(np.ceil(context / sharing), in_flight) for each in (blocks, checked))
-    partial = [PROGRAM.code(GRAPHS, word) for word in ("NONE", "PIECEWISE")]
-    is_full = (columns[EAGER] == 0) & ~np.isin(columns[GRAPHS], partial)
+    partial = [PROGRAM.code(profile.GRAPHS, word) for word in ("NONE", "PIECEWISE")]
+    is_full = (columns[EAGER] == 0) & ~np.isin(profile.captured(columns), partial)
     is_full &= bool(state_bytes(model)) & (release >= CHECKS_STATES_SINCE)
     lengths = [(load.prefix_len + load.input_len, load.output_len) for load in task.spec.serve.loads]
     prompt, output = np.mean(lengths, axis=0).tolist()
@@ -359,7 +359,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     host_s = np.where((values[PP] > 1) & (host_s == 0.0), np.nan, host_s)
     drafted = np.where(values[SPECULATION] > 0, values[DRAFTED], 0)
     graphs = np.where(~_without_graphs(values), profile.graph_tokens(task, other_args), 0)
-    whole = np.select([values[GRAPHS] == 0, values[GRAPHS] == PIECEWISE], [np.nan, 0.0], 1.0)
+    whole = np.select([profile.captured(values) == each for each in (0, PIECEWISE)], [np.nan, 0.0], 1.0)
     sizes = {"graphs": graphs, "whole": whole, "tokens": tokens, "seqs": seqs, "drafted": drafted, "context": context}
     return Settings.of(
         task,
@@ -415,7 +415,7 @@ def _tiers(task: Task, other_args: Mapping[str, EngineArg], values: Columns) -> 
 def _without_graphs(values: Columns) -> BoolArray:
     """Return candidates without graphs, as DeepEP's kernels for high throughput need (0.33 `config/compilation.py`)."""
     uses_library = (values[EXCHANGE] == PROGRAM.code(EXCHANGE, "deepep_high_throughput")) & (values[DP] > 1)
-    return np.asarray((values[EAGER] == 1) | (values[GRAPHS] == 1) | uses_library)
+    return np.asarray((values[EAGER] == 1) | (profile.captured(values) == 1) | uses_library)
 
 
 def _draft_seconds(task: Task) -> list[float]:

@@ -434,6 +434,16 @@ def test_a_knob_that_the_release_does_not_have_is_an_error_and_auto_leaves_it_ou
     assert next(axis.values for axis in axes if axis.knob == "cudagraph_mode") == (None,)
 
 
+def test_words_that_vllm_reads_in_any_case() -> None:
+    args = {
+        "compilation-config.mode": "none",
+        "compilation-config.cudagraph_mode": "full",
+        "attention-backend": "flashmla",
+    }
+    fixed = ENGINE.program.split(cards(engine_version="0.32.0", engine_args=args).spec).fixed
+    assert fixed == {"compilation_mode": "0", "cudagraph_mode": "FULL", "attention_backend": "FLASHMLA"}
+
+
 def test_flags_follow_the_release() -> None:
     values = {"compilation_mode": "3", "attention_backend": "FLASHINFER"}
     newer, older = (server(cards(engine_version=version), **values) for version in ("0.13.0", "0.11.0"))

@@ -308,6 +308,7 @@ def read(rows: Mapping[str, Mapping[str, Any] | None], autos: Mapping[str, Auto]
     - `off_flag`: the flag that sets False.
     - `auto`: a list of values, or a key of `autos`.
     - `on_cores`: what `auto` means if devices are CPU cores, in the same form as `auto`.
+    - `any_case`: whether the engine reads its words in lower case, too.
     """
     return tuple(_knob(name, {**COMMON.get(name, {}), **(row or {})}, autos) for name, row in rows.items())
 
@@ -318,6 +319,8 @@ def _knob(name: str, row: dict[str, Any], autos: Mapping[str, Auto]) -> Knob:
         return autos[value] if isinstance(value, str) else fixed_values(*value)
 
     auto = by_hardware(auto_of("on_cores"), auto_of("auto")) if "on_cores" in row else auto_of("auto")
+    if row.pop("any_case", False):
+        row["spellings"] = {word.lower(): word for word in row["words"]}
     off, flags = row.pop("off_flag", ""), row.pop("flags", [name.replace("_", "-")])
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
     fields = {"auto": auto.values, "auto_help": auto.help, **fields}
