@@ -42,7 +42,7 @@ dp_replicate_size: 2
 tensor_parallel_size: 2
 fsdp_version: 2
 fsdp_config: {reshard_after_forward: false, activation_checkpointing: true, offload_params: true}
-optimizer: adafactor
+optimizer: galore_adamw
 """
 AUTOMODEL = """recipe: TrainFinetuneRecipeForNextTokenPrediction
 step_scheduler: {global_batch_size: 64, local_batch_size: 2}
@@ -544,3 +544,21 @@ def test_one_device_and_ddp_hold_what_transformers_allocates(
     gradients = 2.402e9 * (2 if "pure" in method else 4) / 2**30 if "full" in method else 0.0
     assert peaks[0] == pytest.approx(allocated, rel=0.03)
     assert peaks[1] - peaks[0] == pytest.approx(gradients, rel=0.03, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("model", "line", "reported"),
+    [
+        ("zai-org/GLM-4.5-Air", "quantize_moe_experts: true", 63.4),
+        ("mistralai/Magistral-Small-2507", "lora_target_linear: true\nlora_dropout: 0.05", 19.1),
+        ("swiss-ai/Apertus-8B-Instruct-2509", "lora_target_linear: true\nlora_dropout: 0.05", 8.7),
+    ],
+)
+def test_qlora_of_axolotl_takes_what_its_examples_report(folder: Path, model: str, line: str, reported: float) -> None:
+    """`examples` of axolotl @067b021c, in GiB. A layer's quantized experts are unpacked as a whole: 4.1 GiB of GLM."""
+    text = "adapter: qlora\nload_in_4bit: true\nlora_r: 32\nlora_target_modules: [q_proj, k_proj, v_proj, o_proj]\n"
+    text += "sequence_len: 2048\nsample_packing: true\ncut_cross_entropy: true\ngradient_checkpointing: true\n"
+    (folder / "own.yaml").write_text(f"base_model: {model}\n{text}{line}\nmicro_batch_size: 2\n")
+    plan = estimate(read_command(None, ["axolotl train own.yaml"], chip="A100-80GB").data, top=1)
+    assert plan.baseline is not None
+    assert plan.baseline["memory"]["reserved_gib"] == pytest.approx(reported, rel=0.05)

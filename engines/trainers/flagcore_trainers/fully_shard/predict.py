@@ -14,7 +14,7 @@ import numpy as np
 from flagcore_models.layers import head_of, layer_counts, mixer_counts, network_counts
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.networks.experts import Experts
-from flagcore_training.frameworks import has_narrow_moments, has_tiled_loss, keeps_activations_on_host
+from flagcore_training.frameworks import has_tiled_loss, keeps_activations_on_host, moment_bytes, whole_weights
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
 from flagcore_training.memory.training import InUse, in_use
@@ -114,7 +114,8 @@ def memory_job(
         checkpointing=(columns[fs.AC] - 1).astype(np.float64),
         reduce_bytes=reduced,
         main_bytes=np.where(columns[fs.STATES] == 2, 2.0, weights.MAIN_BYTES),
-        narrow_moments=has_narrow_moments(task.spec),
+        moments=moment_bytes(task.spec),
+        whole=whole_weights(task.spec),
         offload=columns[fs.OFFLOAD] > 0,
         replicated=columns[fs.REPLICATE] > 1,
         expert=layout.expert,
