@@ -17,7 +17,7 @@ import numpy as np
 from flagcore_models.layers import attention_counts, embedding_of, head_of, layer_counts, layer_embeddings
 from flagcore_models.mixers.attention import Attention
 from flagcore_training.adapters import absent_targets
-from flagcore_training.frameworks import has_tiled_loss, keeps_activations_on_host
+from flagcore_training.frameworks import has_tiled_loss, keeps_activations_on_host, of_replicas, plain_layers
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
 from flagcore_training.memory.activations import stored_scores
@@ -36,7 +36,6 @@ from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Rule
 from flagcore.domain.spec import Task
 from flagcore.domain.work import LONGEST
 from flagcore.i18n import N_, Message
-from flagcore_trainers import framework
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard import traffic
 from flagcore_trainers.fully_shard.activations import NORM_BYTES, activations
@@ -280,7 +279,7 @@ def predict(
         train = replace(train, options=replace(train.options, loss_parts=loss_parts))
         layout = layout_of({name: values[rows] for name, values in given.items()})
         extra = None if buffers is None else {name: each[rows] for name, each in buffers.items()}
-        if kind < 2 and framework.of_replicas(task.spec):  # buckets of DDP, to which all gradients are copied
+        if kind < 2 and of_replicas(task.spec):  # buckets of DDP, to which all gradients are copied
             first = stage_parameters(train, layout, stage(train.model, layout, np.zeros_like(layout.data)))
             copies = sum((each.gradients for each in states_of(train, layout, first)), np.zeros(()))
             extra = dict.fromkeys((*MOMENTS, "step"), copies)
@@ -294,8 +293,8 @@ def training(task: Task, stage: int, offload: int, states: StateSection) -> Trai
 
     Without DeepSpeed, the optimizer of a framework has the weights themselves, in fp32 or as they are loaded.
     """
-    train, (is_fused, casts) = task.spec.train, framework.plain_layers(task.spec)
-    if stage == 0 and framework.of_replicas(task.spec):
+    train, (is_fused, casts) = task.spec.train, plain_layers(task.spec)
+    if stage == 0 and of_replicas(task.spec):
         wide = 2 * casts
         own = {"gradients": 2 + wide, "main_weights": wide, "moments": min(states.moments, 4 + 2 * wide)}
         states = states.model_copy(update={**own, "fused_adam": True})

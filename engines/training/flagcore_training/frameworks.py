@@ -19,6 +19,7 @@ from flagcore.spec.plain_data import package_yaml
 TABLES: Any = package_yaml(__package__, "frameworks.yaml")
 COMMON, MEGATRON = TABLES.pop("common"), TABLES.pop("megatron")
 OPTIMIZERS: dict[str, float] = COMMON["optimizers"]
+_FUSED = re.compile(r".*((use|enable)_liger_kernel|liger_rms_norm)")
 CONFIG = "{config}"
 """A word of a command that stands for the path of the configuration file. Without it, the user's path is replaced."""
 CONFIG_FLAGS = ("--config", "-c", "--config_file", "--config-file", "--accelerate_config")
@@ -149,6 +150,28 @@ def reading(spec: Spec) -> Reading:
     """Return the settings of the command of a spec. Raises SpecError."""
     words, directory = spec.train.command or (), Path(spec.train.directory or ".")
     return Reading(framework_of(words) or "", Start(words=words, envs=spec.envs), directory)
+
+
+def of_replicas(spec: Spec) -> Reading | None:
+    """Return the settings of a framework's command on one device or on DDP, where each rank has all weights."""
+    read = reading(spec) if kept_framework(spec) else None
+    has_deepspeed = read and (read.is_on("deepspeed") or any(key.startswith("deepspeed.") for key in read.given))
+    return None if read is None or has_deepspeed or read.is_on("fsdp") else read
+
+
+def plain_layers(spec: Spec) -> tuple[bool, bool]:
+    """Return whether a framework's layers have fused norms and gates, as of Liger, and whether autocast computes.
+
+    Without FSDP and DeepSpeed, it does with trained weights in fp32, unless they are loaded in 16 bits, and with PEFT's
+    adapters, which TRL casts beside quantized weights (1.16 `trainer/sft_trainer.py`).
+    """
+    name, adapter = framework_of(spec.train.command or ()), spec.train.adapter
+    with suppress(SpecError):
+        read = reading(spec) if name else None
+        is_narrow = adapter.base in ("nf4", "int8") and name == "TRL" if adapter else read and read.is_on("pure")
+        casts = spec.train.precision != "fp32" and of_replicas(spec) is not None and not is_narrow
+        return read is not None and any(_FUSED.fullmatch(key) and value for key, value in read.given.items()), casts
+    return False, False
 
 
 def refuse_trials(spec: Spec) -> None:

@@ -16,7 +16,7 @@ from flagcore_importers.programs import unknown_release
 from flagcore_models.layers import mixer_counts, product_counts
 from flagcore_models.mixers.attention import Attention
 from flagcore_training.adapters import absent_targets, as_noted
-from flagcore_training.frameworks import framework_of, kept_framework, reading
+from flagcore_training.frameworks import framework_of, kept_framework, of_replicas, reading
 from flagcore_training.knobs import RuleTable, read_knobs
 from flagcore_training.lengths import cut_warnings, length_warnings
 from flagcore_training.real_job import launch
@@ -32,7 +32,7 @@ from flagcore.domain.trial import Measurement
 from flagcore.errors import LaunchError, SpecError
 from flagcore.i18n import _
 from flagcore_trainers import fully_shard as fs
-from flagcore_trainers.framework import fixed, fp32_products, loss_warnings, of_replicas
+from flagcore_trainers.framework import fixed, fp32_products, loss_warnings
 from flagcore_trainers.fully_shard import (
     AC,
     COMPILE,
