@@ -15,7 +15,7 @@ from flagcore_models.config import model_of_config
 from flagcore_models.layers import layer_counts, parameters, weights_by_group
 from flagcore_trainers.deepspeed import BUCKET, DEEPSPEED, MICRO, OFFLOAD, ZERO
 from flagcore_trainers.fsdp2.engine import FSDP2
-from flagcore_trainers.fully_shard import AC, COMPILE, EP, REPLICATE, SELECTIVE, SHARD
+from flagcore_trainers.fully_shard import AC, COMPILE, EP, REPLICATE, SELECTIVE, SHARD, STATES
 from flagcore_trainers.fully_shard.activations import activations
 from flagcore_trainers.fully_shard.predict import full_share, memory_job, predict, selective_share
 from flagcore_trainers.fully_shard.predict import training as fsdp2_training
@@ -359,7 +359,11 @@ def test_moments_have_the_bytes_of_the_optimizer(
         Path("own.yaml").write_text(f"{text}dp_shard_size: 8\noptimizer: {each}\n")
         imported = read_command(None, ["axolotl train own.yaml"], chip="H100-SXM")
         platform = planned(dict(imported.data))
-        values = {knob.name: knob.neutral for knob in FSDP2.knobs} | imported.data["auto_tuner"]["baseline"]
+        values = (
+            {knob.name: knob.neutral for knob in FSDP2.knobs}
+            | imported.data["auto_tuner"]["baseline"]
+            | {STATES: "fp32"}
+        )
         row = {knob.name: np.array([knob.axis(()).encode(values[knob.name])]) for knob in FSDP2.knobs}
         static.append(FSDP2.predict(platform.task, row, platform.costs).static_bytes[0])
         assert any("optimizer" in note.key for note in imported.notes) == (each == "galore_adamw")

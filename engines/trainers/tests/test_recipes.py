@@ -110,6 +110,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any],
             "reshard_after_forward": False,
             "cpu_offload": True,
             "reduce_dtype": "bf16",
+            "state_dtype": "bf16",
         },
         "optimizer",
     ),
@@ -562,3 +563,18 @@ def test_qlora_of_axolotl_takes_what_its_examples_report(folder: Path, model: st
     plan = estimate(read_command(None, ["axolotl train own.yaml"], chip="A100-80GB").data, top=1)
     assert plan.baseline is not None
     assert plan.baseline["memory"]["reserved_gib"] == pytest.approx(reported, rel=0.05)
+
+
+@pytest.mark.parametrize(("steps", "option", "is_said"), [(2, "", True), (1, "", False), (2, "true", False)])
+def test_whole_gradients_of_several_micro_batches_are_said(
+    folder: Path, steps: int, option: str, is_said: bool
+) -> None:
+    """accelerate 1.11 to 1.15 `no_sync`; 1.10 reduces after each micro-batch."""
+    text = f"base_model: Qwen/Qwen3-8B\nsequence_len: 4096\nmicro_batch_size: 1\ngradient_accumulation_steps: {steps}\n"
+    text += "fsdp_config: {reshard_after_forward: true}\ndp_shard_size: 8\n"
+    key = "gradient_accumulation_kwargs"
+    text += f"accelerator_config: {{{key}: {{sync_each_batch: {option}}}}}\n" if option else ""
+    (folder / "own.yaml").write_text(text)
+    data = read_command(None, ["axolotl train own.yaml"], chip="H100-SXM").data
+    platform = open_spec(data, None, (), plan=True).problem.platform
+    assert any("sync_each_batch" in line for line in platform.engine.warnings(platform.task)) == is_said

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from flagcore_importers.programs import unknown_release
-from flagcore_models.layers import mixer_counts, product_counts
+from flagcore_models.layers import mixer_counts, parameters, product_counts
 from flagcore_models.mixers.attention import Attention
 from flagcore_training.adapters import absent_targets, as_noted
 from flagcore_training.frameworks import framework_of, kept_framework, of_replicas, reading
@@ -309,7 +309,13 @@ class Fsdp2(Engine):
 
     def warnings(self, task: Task) -> Sequence[str]:
         release = unknown_release("train.engine_version", "torch", task.spec.train.engine_version, RELEASES)
-        return [*release, *_without_depths(task), *cut_warnings(task.spec.train), *loss_warnings(task)]
+        return [
+            *release,
+            *_without_depths(task),
+            *cut_warnings(task.spec.train),
+            *loss_warnings(task),
+            *_whole_gradients(task),
+        ]
 
     # Job records
 
@@ -386,6 +392,22 @@ class Fsdp2(Engine):
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
         raise LaunchError(f"fsdp2 {NO_PROGRAM}")
+
+
+def _whole_gradients(task: Task) -> list[str]:
+    """Return a line if accelerate reduces gradients only after the last of several micro-batches, which depends on its
+    release: 1.10 does so after each.
+    """
+    read = reading(task.spec) if kept_framework(task.spec) else None
+    if read is None or read.is_on("synchronizes") or task.spec.train.adapter or not read.is_on("fsdp"):
+        return []
+    text = _(
+        "gradients of all weights stay whole on each rank until the last micro-batch (~{size:.3g} GiB): accelerate"
+        " before 1.11, or {key}, keeps only shares of them",
+        size=2.0 * parameters(task.spec.model) / 2**30,
+        key=read.keys["synchronizes"].names[0].lstrip("!"),
+    )
+    return [text] * (read.size("accumulation") > 1)
 
 
 def _without_depths(task: Task) -> list[str]:
