@@ -15,7 +15,7 @@ from flagcore_importers.dialect import SUFFIXES
 from flagcore_models.layers import attention_counts, head_of, table_products
 from flagcore_training.adapters import as_noted
 from flagcore_training.commands import parse
-from flagcore_training.frameworks import framework_of, has_narrow_moments, kept_framework, reading, refuse_trials
+from flagcore_training.frameworks import framework_of, kept_framework, moment_bytes, reading, refuse_trials
 from flagcore_training.knobs import RuleTable
 from flagcore_training.lengths import length_warnings
 from flagcore_training.real_job import changed, launch
@@ -183,10 +183,10 @@ class DeepSpeed(Trainer):
     def states(self, task: Task) -> StateSection:
         """Return the bytes of the states. Muon, which the configuration may name, has no second moments of matrices.
 
-        Moments in 8 bits have a byte each, and their scales are left out.
+        The scales of moments in 8 bits are left out.
         """
         is_muon = str(lookup(self.content(task.spec), "optimizer.type")).lower() == "muon"
-        narrow = {"moments": 2, "fused_adam": True} if has_narrow_moments(task.spec) else {}  # of bitsandbytes
+        narrow = {} if (moments := moment_bytes(task.spec)) is None else {"moments": int(moments), "fused_adam": True}
         return super().states(task).model_copy(update={"muon": True} if is_muon else narrow)
 
     def _own_values(self, spec: Spec) -> Iterator[tuple[KnobRow, Knob, Any, KnobValue | None]]:

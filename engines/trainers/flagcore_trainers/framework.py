@@ -1,22 +1,19 @@
 """What engines say about the commands of fine-tuning frameworks, which trials do not start."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from flagcore_importers.dialect import read_config
 from flagcore_models.layers import head_of
-from flagcore_training.frameworks import Reading, framework_of, has_tiled_loss, kept_framework, reading
+from flagcore_training.frameworks import Reading, framework_of, has_tiled_loss, reading
 from flagcore_training.real_job import CHECKPOINTS, changed, key_of
 
 from flagcore.domain.engine import Unmodelled
 from flagcore.domain.knob import Knob
 from flagcore.domain.space import KnobValue
-from flagcore.domain.spec import Spec, Task
-from flagcore.errors import SpecError
+from flagcore.domain.spec import Task
 from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import package_yaml
 from flagcore_trainers import fully_shard as fs
@@ -58,29 +55,6 @@ def loss_warnings(task: Task) -> list[str]:
     return [_(text, length=f"{train.seq_length:,}", on=on, **sizes)]
 
 
-def of_replicas(spec: Spec) -> Reading | None:
-    """Return the settings of a framework's command on one device or on DDP, where each rank has all weights."""
-    read = reading(spec) if kept_framework(spec) else None
-    has_deepspeed = read and (read.is_on("deepspeed") or any(key.startswith("deepspeed.") for key in read.given))
-    return None if read is None or has_deepspeed or read.is_on("fsdp") else read
-
-
-def plain_layers(spec: Spec) -> tuple[bool, bool]:
-    """Return whether a framework's layers have fused norms and gates, as of Liger, and whether autocast computes.
-
-    Without FSDP and DeepSpeed, it does with trained weights in fp32, unless they are loaded in 16 bits, and with PEFT's
-    adapters, which TRL casts beside quantized weights (1.16 `trainer/sft_trainer.py`).
-    """
-    name, adapter = framework_of(spec.train.command or ()), spec.train.adapter
-    with suppress(SpecError):
-        read = reading(spec) if name else None
-        is_narrow = adapter.base in ("nf4", "int8") and name == "TRL" if adapter else read and read.is_on("pure")
-        casts = spec.train.precision != "fp32" and of_replicas(spec) is not None and not is_narrow
-        return read is not None and any(_FUSED.fullmatch(key) and value for key, value in read.given.items()), casts
-    return False, False
-
-
-_FUSED = re.compile(r".*((use|enable)_liger_kernel|liger_rms_norm)")
 LARGE = 0.2
 """Chosen by hand: from this share of a device's memory on, the logits decide on what fits."""
 

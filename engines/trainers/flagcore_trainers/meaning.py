@@ -17,7 +17,7 @@ import numpy as np
 from flagcore_models.layers import attention_counts, embedding_of, head_of, layer_counts, layer_embeddings
 from flagcore_models.mixers.attention import Attention
 from flagcore_training.adapters import absent_targets
-from flagcore_training.frameworks import has_tiled_loss, keeps_activations_on_host
+from flagcore_training.frameworks import has_tiled_loss, keeps_activations_on_host, of_replicas, plain_layers
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
 from flagcore_training.memory.activations import stored_scores
@@ -30,12 +30,12 @@ from flagcore_training.time.step import step_time
 from flagcore_training.weights import parts_of_model, stage_parameters
 
 from flagcore.contracts import Costs, Plans
+from flagcore.domain.model import Layer
 from flagcore.domain.prediction import ModelPart, Predictions
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.work import LONGEST
 from flagcore.i18n import N_, Message
-from flagcore_trainers import framework
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard import traffic
 from flagcore_trainers.fully_shard.activations import NORM_BYTES, activations
@@ -64,6 +64,19 @@ class Moments:
     def plus(self, **extra: FloatArray) -> "Moments":
         """Return moments with further bytes, by name."""
         return replace(self, **{name: getattr(self, name) + value for name, value in extra.items()})
+
+
+def _unpacked_bytes(job: MemoryInputs, layer: Layer) -> float:
+    """Return the bytes of what a layer unpacks of quantized weights at once: a matrix, or all of its routed experts.
+
+    Sources: bitsandbytes 0.49 `autograd/_functions.py`; its parametrization of experts, whose result autograd keeps.
+    """
+    adapter, products = job.adapter, [each for part in layer.parts for each in part.products(job.model.hidden_size)]
+    if adapter is None or adapter.base not in ("nf4", "int8"):
+        return 0.0
+    experts = [each.weights for each in products if each.component == "experts" and adapter.quantized_experts]
+    largest = max(each.inputs * out.width for each in products if each.component != "experts" for out in each.layers)
+    return job.value_bytes * max(float(sum(experts)), largest)
 
 
 MOMENTS = ("forward", "loss", "head", "layer", "end")
@@ -113,7 +126,7 @@ def moments(train: Training, layout: Layout) -> Moments:
             extra = stored_scores(train, layout, mixer) - 4.0 * mixer.num_heads * job.tokens / layout.tensor
         stored, casts = stored + number * np.where(is_kept, extra, 0.0), casts + number * cast
         for moment in act.layers[each].backward:
-            layer = np.maximum(layer, moment + np.where(is_kept, 0.0, extra + cast))
+            layer = np.maximum(layer, moment + _unpacked_bytes(job, each) + np.where(is_kept, 0.0, extra + cast))
     kept = np.where(is_kept, casts, 0.0)
     layer = stored + layer + kept
     tables = embedding_of(model).products(model.hidden_size), layer_embeddings(model)[:1]
@@ -276,7 +289,7 @@ def predict(
         train = replace(train, options=replace(train.options, loss_parts=loss_parts))
         layout = layout_of({name: values[rows] for name, values in given.items()})
         extra = None if buffers is None else {name: each[rows] for name, each in buffers.items()}
-        if kind < 2 and framework.of_replicas(task.spec):  # buckets of DDP, to which all gradients are copied
+        if kind < 2 and of_replicas(task.spec):  # buckets of DDP, to which all gradients are copied
             first = stage_parameters(train, layout, stage(train.model, layout, np.zeros_like(layout.data)))
             copies = sum((each.gradients for each in states_of(train, layout, first)), np.zeros(()))
             extra = dict.fromkeys((*MOMENTS, "step"), copies)
@@ -290,8 +303,8 @@ def training(task: Task, stage: int, offload: int, states: StateSection) -> Trai
 
     Without DeepSpeed, the optimizer of a framework has the weights themselves, in fp32 or as they are loaded.
     """
-    train, (is_fused, casts) = task.spec.train, framework.plain_layers(task.spec)
-    if stage == 0 and framework.of_replicas(task.spec):
+    train, (is_fused, casts) = task.spec.train, plain_layers(task.spec)
+    if stage == 0 and of_replicas(task.spec):
         wide = 2 * casts
         own = {"gradients": 2 + wide, "main_weights": wide, "moments": min(states.moments, 4 + 2 * wide)}
         states = states.model_copy(update={**own, "fused_adam": True})

@@ -334,7 +334,7 @@ def on_fsdp(read: Reading, replicas: int) -> Part:
     baseline[fs.AC] = checkpoints if read.has_checkpoints() else "none"
     baseline |= {name: True for name in (fs.OFFLOAD, fs.COMPILE) if read.is_on(name)}
     is_bf16, is_shared = _precision(read) == "bf16", read.is_on("fsdp")
-    if not is_bf16 or (is_shared and "reduces" not in read.row) or _adapter(read, Notes()):
+    if not is_bf16 or (is_shared and not read.row.keys() & {"reduces", "keeps_16_bits"}) or _adapter(read, Notes()):
         read.drop("pure")
     elif read.is_on("pure"):  # the optimizer has the weights themselves
         baseline |= {fs.STATES: "bf16"} if is_shared else {fs.STATES: "bf16", fs.REDUCE: "bf16"}

@@ -15,7 +15,7 @@ from flagcore_models.config import model_of_config
 from flagcore_models.layers import layer_counts, parameters, weights_by_group
 from flagcore_trainers.deepspeed import BUCKET, DEEPSPEED, MICRO, OFFLOAD, ZERO
 from flagcore_trainers.fsdp2.engine import FSDP2
-from flagcore_trainers.fully_shard import AC, COMPILE, EP, REPLICATE, SELECTIVE, SHARD
+from flagcore_trainers.fully_shard import AC, COMPILE, EP, REPLICATE, SELECTIVE, SHARD, STATES
 from flagcore_trainers.fully_shard.activations import activations
 from flagcore_trainers.fully_shard.predict import full_share, memory_job, predict, selective_share
 from flagcore_trainers.fully_shard.predict import training as fsdp2_training
@@ -346,10 +346,21 @@ def test_parameters_of_experts_have_the_rank_of_the_recipe(family: str, sizes: d
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adafactor", "adamw_torch"]
+    ("optimizer", "moments", "of_embedding"),
+    [
+        ("adamw_8bit", 2.0 * (1.0 + 4.0 / 256.0), 8.0),
+        ("paged_adamw_8bit", 2.0 * (1.0 + 4.0 / 256.0), 8.0),
+        ("adamw_torch_4bit", 1.0 + 4.0 / 64.0, 8.0),
+        ("lion_32bit", 4.0, 4.0),
+        ("adafactor", 0.0, 0.0),
+        ("adamw_torch", 8.0, 8.0),
+        ("galore_adamw", 8.0, 8.0),
+    ],
 )
-def test_moments_in_8_bits_take_a_byte_each(optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But those of the embedding, which transformers' Trainer leaves in fp32. Other optimizers are named."""
+def test_moments_have_the_bytes_of_the_optimizer(
+    optimizer: str, moments: float, of_embedding: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But those of the embedding in 8 bits, which transformers' Trainer leaves in fp32. Other optimizers are named."""
     monkeypatch.chdir(tmp_path)
     text = "base_model: Qwen/Qwen3-8B\nsequence_len: 512\nfsdp_version: 2\nfsdp_config: {reshard_after_forward: true}\n"
     static = []
@@ -357,13 +368,38 @@ def test_moments_in_8_bits_take_a_byte_each(optimizer: str, tmp_path: Path, monk
         Path("own.yaml").write_text(f"{text}dp_shard_size: 8\noptimizer: {each}\n")
         imported = read_command(None, ["axolotl train own.yaml"], chip="H100-SXM")
         platform = planned(dict(imported.data))
-        values = {knob.name: knob.neutral for knob in FSDP2.knobs} | imported.data["auto_tuner"]["baseline"]
+        values = (
+            {knob.name: knob.neutral for knob in FSDP2.knobs}
+            | imported.data["auto_tuner"]["baseline"]
+            | {STATES: "fp32"}
+        )
         row = {knob.name: np.array([knob.axis(()).encode(values[knob.name])]) for knob in FSDP2.knobs}
         static.append(FSDP2.predict(platform.task, row, platform.costs).static_bytes[0])
-        assert any("optimizer" in note.key for note in imported.notes) == (each == "adafactor")
-    weights = 8.19e9 - 151936 * 4096
-    saved = weights * (8.0 - 2.0 * (1.0 + 4.0 / 256.0)) / 8 if "8bit" in optimizer else 0.0
+        assert any("optimizer" in note.key for note in imported.notes) == (each == "galore_adamw")
+    table = 151936 * 4096
+    saved = (8.19e9 - table) * (8.0 - moments) / 8 + table * (8.0 - of_embedding) / 8
     assert static[1] - static[0] == pytest.approx(saved, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [("--load_in_4bit", 1.0), ("--load_in_4bit --bnb_4bit_quant_storage bfloat16", 0.25), ("--load_in_8bit", 1.0)],
+)
+def test_fsdp2_divides_no_weights_that_are_stored_as_integers(options: str, share: float) -> None:
+    """accelerate 1.15 leaves them out of `fully_shard`; embedding and head, in 16 bits, are divided."""
+    words = (
+        f"trl sft --model_name_or_path Qwen/Qwen3-8B --use_peft --accelerate_config fsdp2 --num_processes 4 {options}"
+    )
+    data = read_command(None, [words], chip="H100-SXM").data
+    data["cluster"]["devices_per_node"] = 4
+    data["auto_tuner"]["baseline"][SHARD] = 4
+    platform = planned(dict(data))
+    values = {knob.name: knob.neutral for knob in FSDP2.knobs} | data["auto_tuner"]["baseline"]
+    row = {knob.name: np.array([knob.axis(()).encode(values[knob.name])]) for knob in FSDP2.knobs}
+    table, base = 151936 * 4096, BASE_BYTES["int8" if "8bit" in options else "nf4"]
+    trained = 16.0 * 36 * 16 * (4 * 4096 - 3072) / 4  # adapters of rank 16 beside queries and values
+    frozen = share * base * (8.19e9 - 2 * table) + 2.0 * 2 * table / 4 + trained
+    assert FSDP2.predict(platform.task, row, platform.costs).static_bytes[0] == pytest.approx(frozen, rel=0.02)
 
 
 def test_experts_stay_in_16_bits_unless_the_adapter_says_that_they_are_quantized() -> None:

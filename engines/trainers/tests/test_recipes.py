@@ -41,7 +41,7 @@ dp_replicate_size: 2
 tensor_parallel_size: 2
 fsdp_version: 2
 fsdp_config: {reshard_after_forward: false, activation_checkpointing: true, offload_params: true}
-optimizer: adafactor
+optimizer: galore_adamw
 """
 AUTOMODEL = """recipe: TrainFinetuneRecipeForNextTokenPrediction
 step_scheduler: {global_batch_size: 64, local_batch_size: 2}
@@ -109,6 +109,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any],
             "reshard_after_forward": False,
             "cpu_offload": True,
             "reduce_dtype": "bf16",
+            "state_dtype": "bf16",
         },
         "optimizer",
     ),

@@ -121,3 +121,36 @@ def test_a_framework_gives_some_stages_a_layer_more(folder: Path) -> None:
     assert "36 layers do not divide over 8 stages: predicted as if they did" in engine.warnings(task)
     assert not {each.name for each in engine.rules(task)} & {"pipeline_layers"}
     assert 0.0 < seconds(data)[0] < float("inf")
+
+
+@pytest.mark.parametrize(
+    ("model", "line", "reported"),
+    [
+        ("zai-org/GLM-4.5-Air", "quantize_moe_experts: true", 63.4),
+        ("mistralai/Magistral-Small-2507", "lora_target_linear: true\nlora_dropout: 0.05", 19.1),
+        ("swiss-ai/Apertus-8B-Instruct-2509", "lora_target_linear: true\nlora_dropout: 0.05", 8.7),
+    ],
+)
+def test_qlora_of_axolotl_takes_what_its_examples_report(folder: Path, model: str, line: str, reported: float) -> None:
+    """`examples` of axolotl @067b021c, in GiB. A layer's quantized experts are unpacked as a whole: 4.1 GiB of GLM."""
+    text = "adapter: qlora\nload_in_4bit: true\nlora_r: 32\nlora_target_modules: [q_proj, k_proj, v_proj, o_proj]\n"
+    text += "sequence_len: 2048\nsample_packing: true\ncut_cross_entropy: true\ngradient_checkpointing: true\n"
+    (folder / "own.yaml").write_text(f"base_model: {model}\n{text}{line}\nmicro_batch_size: 2\n")
+    plan = estimate(read_command(None, ["axolotl train own.yaml"], chip="A100-80GB").data, top=1)
+    assert plan.baseline is not None
+    assert plan.baseline["memory"]["reserved_gib"] == pytest.approx(reported, rel=0.05)
+
+
+@pytest.mark.parametrize(("steps", "option", "is_said"), [(2, "", True), (1, "", False), (2, "true", False)])
+def test_whole_gradients_of_several_micro_batches_are_said(
+    folder: Path, steps: int, option: str, is_said: bool
+) -> None:
+    """accelerate 1.11 to 1.15 `no_sync`; 1.10 reduces after each micro-batch."""
+    text = f"base_model: Qwen/Qwen3-8B\nsequence_len: 4096\nmicro_batch_size: 1\ngradient_accumulation_steps: {steps}\n"
+    text += "fsdp_config: {reshard_after_forward: true}\ndp_shard_size: 8\n"
+    key = "gradient_accumulation_kwargs"
+    text += f"accelerator_config: {{{key}: {{sync_each_batch: {option}}}}}\n" if option else ""
+    (folder / "own.yaml").write_text(text)
+    data = read_command(None, ["axolotl train own.yaml"], chip="H100-SXM").data
+    platform = open_spec(data, None, (), plan=True).problem.platform
+    assert any("sync_each_batch" in line for line in platform.engine.warnings(platform.task)) == is_said

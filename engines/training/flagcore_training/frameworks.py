@@ -18,6 +18,7 @@ from flagcore.spec.plain_data import package_yaml
 
 TABLES: Any = package_yaml(__package__, "frameworks.yaml")
 COMMON, MEGATRON = TABLES.pop("common"), TABLES.pop("megatron")
+OPTIMIZERS: dict[str, float] = COMMON["optimizers"]
 CONFIG = "{config}"
 """A word of a command that stands for the path of the configuration file. Without it, the user's path is replaced."""
 CONFIG_FLAGS = ("--config", "-c", "--config_file", "--config-file", "--accelerate_config")
@@ -67,10 +68,27 @@ def keeps_activations_on_host(spec: Spec) -> bool:
     return name is not None and _is_on(spec, name, "host_activations")
 
 
-def has_narrow_moments(spec: Spec) -> bool:
-    """Return whether both moments of Adam have 8 bits, by the framework of a spec's command."""
-    name = framework_of(spec.train.command or ())
-    return name is not None and _is_on(spec, name, "narrow_moments")
+def moment_bytes(spec: Spec) -> float | None:
+    """Return the bytes of moments per weight of the optimizer that a framework's command names, or None: as Adam's."""
+    if framework_of(spec.train.command or ()):
+        with suppress(SpecError):
+            read = reading(spec)
+            named = (read.given[key] for key, is_known in read.found("moments").items() if is_known)
+            return next((OPTIMIZERS[each] for value in named for each in OPTIMIZERS if re.search(each, value)), None)
+    return None
+
+
+def whole_weights(spec: Spec) -> tuple[bool, bool]:
+    """Return whether ranks of FSDP2 hold quantized weights whole: those of layers, and of experts.
+
+    accelerate leaves out what is stored as integers (1.15 `utils/fsdp_utils.py`): weights in 8 bits, those in 4 bits
+    unless they have another `storage`, and axolotl's experts (067b021c `docs/expert_quantization.qmd`).
+    """
+    name, adapter = framework_of(spec.train.command or ()), spec.train.adapter
+    if name is None or adapter is None or adapter.base not in ("nf4", "int8"):
+        return False, False
+    stores = "storage" not in TABLES[name]["keys"] or _is_on(spec, name, "storage")
+    return adapter.base == "int8" or not stores, adapter.quantized_experts
 
 
 def _is_on(spec: Spec, framework: str, target: str) -> bool:
@@ -117,7 +135,7 @@ class Reading(dialect.Reading):
         self.on_megatron = bool(re.search(mark, self.text) or mark in given or variables & {*around})
         super().__init__(_dialect(framework, on_megatron=self.on_megatron), given, around)
         self.drop("host_activations")  # their transfers take no predicted time
-        others = [name for name, is_narrow in self.found("narrow_moments").items() if not is_narrow]
+        others = [name for name, is_narrow in self.found("moments").items() if not is_narrow]
         self._dropped |= {each for each in others if not self.dialect.is_harmless(each, self.given[each])}
 
     def set_in_command(self, name: str) -> dict[str, Any]:
@@ -148,6 +166,28 @@ def reading(spec: Spec) -> Reading:
     """Return the settings of the command of a spec. Raises SpecError."""
     words, directory = spec.train.command or (), Path(spec.train.directory or ".")
     return Reading(framework_of(words) or "", Start(words=words, envs=spec.envs), directory)
+
+
+def of_replicas(spec: Spec) -> Reading | None:
+    """Return the settings of a framework's command on one device or on DDP, where each rank has all weights."""
+    read = reading(spec) if kept_framework(spec) else None
+    has_deepspeed = read and (read.is_on("deepspeed") or any(key.startswith("deepspeed.") for key in read.given))
+    return None if read is None or has_deepspeed or read.is_on("fsdp") else read
+
+
+def plain_layers(spec: Spec) -> tuple[bool, bool]:
+    """Return whether a framework's layers have fused norms and gates, as of Liger, and whether autocast computes.
+
+    Without FSDP and DeepSpeed, it does with trained weights in fp32, unless they are loaded in 16 bits, and with PEFT's
+    adapters, which TRL casts beside quantized weights (1.16 `trainer/sft_trainer.py`).
+    """
+    name, adapter = framework_of(spec.train.command or ()), spec.train.adapter
+    with suppress(SpecError):
+        read = reading(spec) if name else None
+        is_narrow = adapter.base in ("nf4", "int8") and name == "TRL" if adapter else read and read.is_on("pure")
+        casts = spec.train.precision != "fp32" and of_replicas(spec) is not None and not is_narrow
+        return has_fused_layers(spec), casts
+    return False, False
 
 
 def refuse_trials(spec: Spec) -> None:

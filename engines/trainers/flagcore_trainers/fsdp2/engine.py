@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 from flagcore_importers.programs import unknown_release
-from flagcore_models.layers import mixer_counts, product_counts
+from flagcore_models.layers import mixer_counts, parameters, product_counts
 from flagcore_models.mixers.attention import Attention
 from flagcore_training.adapters import absent_targets, as_noted
-from flagcore_training.frameworks import framework_of, kept_framework, reading
+from flagcore_training.frameworks import framework_of, kept_framework, of_replicas, reading
 from flagcore_training.knobs import RuleTable, read_knobs
 from flagcore_training.lengths import cut_warnings, length_warnings
 from flagcore_training.real_job import launch
@@ -32,7 +32,7 @@ from flagcore.domain.trial import Measurement
 from flagcore.errors import LaunchError, SpecError
 from flagcore.i18n import N_, _
 from flagcore_trainers import fully_shard as fs
-from flagcore_trainers.framework import fixed, fp32_products, loss_warnings, of_replicas
+from flagcore_trainers.framework import fixed, fp32_products, loss_warnings
 from flagcore_trainers.fully_shard import (
     AC,
     COMPILE,
@@ -328,7 +328,7 @@ class Fsdp2(Engine):
 
     def warnings(self, task: Task) -> Sequence[str]:
         release = unknown_release("train.engine_version", "torch", task.spec.train.engine_version, RELEASES)
-        of_job = [*_without_shards(task), *_without_depths(task)]
+        of_job = [*_without_shards(task), *_without_depths(task), *_whole_gradients(task)]
         stages = int((task.spec.baseline or {}).get(fs.PP) or 1)
         uneven = _uneven(task, stages) if kept_framework(task.spec) else []
         return [*release, *of_job, *cut_warnings(task.spec.train), *loss_warnings(task), *uneven]
@@ -420,6 +420,22 @@ def _without_shards(task: Task) -> list[str]:
         "number of processes, such as --num_processes {devices}, and import it again, or set its FSDP"
     )
     return [] if read.is_on("fsdp") or read.size(fs.EP) > 1 else [_(text, devices=task.cluster.devices)]
+
+
+def _whole_gradients(task: Task) -> list[str]:
+    """Return a line if accelerate reduces gradients only after the last of several micro-batches, which depends on its
+    release: 1.10 does so after each.
+    """
+    read = reading(task.spec) if kept_framework(task.spec) else None
+    if read is None or read.is_on("synchronizes") or task.spec.train.adapter or not read.is_on("fsdp"):
+        return []
+    text = _(
+        "gradients of all weights stay whole on each rank until the last micro-batch (~{size:.3g} GiB): accelerate"
+        " before 1.11, or {key}, keeps only shares of them",
+        size=2.0 * parameters(task.spec.model) / 2**30,
+        key=read.keys["synchronizes"].names[0].lstrip("!"),
+    )
+    return [text] * (read.size("accumulation") > 1)
 
 
 def _without_depths(task: Task) -> list[str]:

@@ -20,7 +20,6 @@ from flagcore_trainers.fully_shard import DUALPIPEV, INTERLEAVED, ZBV
 from flagcore_trainers.fully_shard.activations import Activations, activations
 from flagcore_trainers.fully_shard.weights import (
     MAIN_BYTES,
-    NARROW_MOMENTS,
     MemoryInputs,
     layers_of_rank,
     places,
@@ -157,13 +156,17 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
     table, (norm, own), (base, of_experts) = table_weights(job), root_weights(job), job.base_bytes
     units = (job.base_bytes, job.stored_bytes)
     (all_layers, _), (_, share) = (layers_of_rank(job, layer_counts(model), unit_bytes=each) for each in units)
+    of_whole = (job.stored_bytes[0] * job.whole[0], job.stored_bytes[1] * job.whole[1])
+    undivided, divided = layers_of_rank(job, layer_counts(model), unit_bytes=of_whole)
+    share = share + undivided - divided
     trained, own_trained = layers_of_rank(job, layer_counts(model), only_trained=True)
     is_tied, is_trained = head_of(model).tied, job.adapter is None
     edges = table * (1.0 if is_tied else 2.0) + norm + own
     frozen = 0.0 * share if is_trained else share + max(u, job.stored_bytes[0]) * edges / n
     own_trained, table_gradient = own_trained + edges / n * is_trained, table * is_trained
     # transformers' Trainer leaves the moments of the embedding in 32 bits (5.24 `trainer.py`).
-    wide = (2.0 * MAIN_BYTES - NARROW_MOMENTS) * job.narrow_moments * table_gradient / n
+    narrow = job.moments if job.moments and job.moments < MAIN_BYTES else 2.0 * MAIN_BYTES
+    wide = (2.0 * MAIN_BYTES - narrow) * table_gradient / n
     states = np.where(job.offload, 0.0, job.state_bytes * own_trained + wide + frozen)
     gradients = np.where(job.offload, 0.0, main * own_trained)
     # Gradients of earlier micro-batches are there from the start. Those of a single one fill up during backward.

@@ -14,7 +14,14 @@ import numpy as np
 from flagcore_models.layers import head_of, layer_counts, mixer_counts, network_counts
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.networks.experts import Experts
-from flagcore_training.frameworks import has_narrow_moments, has_tiled_loss, keeps_activations_on_host
+from flagcore_training.frameworks import (
+    framework_of,
+    has_tiled_loss,
+    keeps_activations_on_host,
+    moment_bytes,
+    plain_layers,
+    whole_weights,
+)
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
 from flagcore_training.memory.training import InUse, in_use
@@ -101,6 +108,8 @@ def memory_job(
     size, schedule = np.broadcast_arrays(columns[fs.PP], columns[fs.SCHEDULE])
     value_bytes = 4.0 if task.spec.train.precision == "fp32" else 2.0
     has_casts = casts & (columns[fs.STATES] != 2)
+    is_trainer = framework_of(task.spec.train.command or ()) not in (None, "NeMo AutoModel")
+    is_fused = is_trainer and plain_layers(task.spec)[0]
     reduced = np.where((columns[fs.REDUCE] == 2) & (value_bytes == 2.0), 2.0, 4.0)
     return weights.MemoryInputs(
         model=task.spec.model,
@@ -114,14 +123,16 @@ def memory_job(
         checkpointing=(columns[fs.AC] - 1).astype(np.float64),
         reduce_bytes=reduced,
         main_bytes=np.where(columns[fs.STATES] == 2, 2.0, weights.MAIN_BYTES),
-        narrow_moments=has_narrow_moments(task.spec),
+        moments=moment_bytes(task.spec),
+        whole=whole_weights(task.spec),
         offload=columns[fs.OFFLOAD] > 0,
         replicated=columns[fs.REPLICATE] > 1,
         expert=layout.expert,
         pipeline=size.astype(np.float64),
         schedule=schedule,
         fused_norm=fused_norm,
-        fused_activation=compiled,
+        plain_norm=is_trainer and not is_fused and not compiled,
+        fused_activation=compiled or is_fused,
         compiled_loss=compiled_loss,
         loss_parts=loss_parts,
         tiled_loss=has_tiled_loss(task.spec),

@@ -43,8 +43,6 @@ Pair: TypeAlias = tuple[FloatArray, FloatArray]
 
 TILE = (4096.0, 32768.0)
 """The most tokens and entries of the vocabulary of a tile of logits (trl 1.16 `kernels/chunked_logprob.py`)."""
-NARROW_MOMENTS = 2.0 * (1.0 + 4.0 / 256.0)
-"""Bytes of both moments of Adam in 8 bits, with an fp32 scale per 256 (bitsandbytes 0.49 `optim/optimizer.py`)."""
 MAIN_BYTES = 4.0
 """Bytes per sharded weight in fp32. A sharded gradient and each of both moments of Adam have the same format."""
 
@@ -57,7 +55,7 @@ class MemoryInputs:
     `replicated`: whether gradients are also summed over replicas.
     `schedule`: the code of the schedule of a pipeline, as in `space`.
     `checkpointing`: 0 none, 1 selective, 2 full. `reduce_bytes`: bytes of a gradient while it is reduced, and
-    `main_bytes` of a sharded weight, of its gradient, and of each moment of Adam, unless these are `narrow_moments`.
+    `main_bytes` of a sharded weight, of its gradient, and of each moment, unless all moments have `moments` bytes.
     `value_bytes`: bytes of an activation. `fused_norm`: whether norms are one kernel.
     `fused_activation`: whether gates are not stored after their activation, as in compiled layers (torch 2.13).
     `compiled_loss`: whether the loss is one kernel per pass, which reads and writes 16-bit logits.
@@ -70,6 +68,7 @@ class MemoryInputs:
     `autocast`: whether it does without `fully_shard`, also with adapters in fp32. `plain_norm`: whether norms are
     operators of torch, as in transformers.
     `adapter`: the adapters that are trained; the other weights are then frozen, in the format of activations.
+    `whole`: whether each rank holds all quantized weights of layers, and of their experts.
     `dora_stored`: outputs that DoRA stores.
     `sends_stay`: whether a send keeps its tensor until the schedule drops it, as Gloo's does. NCCL frees what is sent.
     """
@@ -105,7 +104,8 @@ class MemoryInputs:
     adapter: Adapter | None = None
     dora_stored: float = DORA_STORED
     main_bytes: FloatArray | float = MAIN_BYTES
-    narrow_moments: bool = False
+    moments: float | None = None
+    whole: tuple[bool, bool] = (False, False)
 
     @property
     def is_wide(self) -> bool:
@@ -115,7 +115,7 @@ class MemoryInputs:
     @property
     def state_bytes(self) -> FloatArray | float:
         """The bytes of a sharded weight and of its moments."""
-        return self.main_bytes + (NARROW_MOMENTS if self.narrow_moments else 2.0 * self.main_bytes)
+        return self.main_bytes + (2.0 * self.main_bytes if self.moments is None else self.moments)
 
     @property
     def logits(self) -> FloatArray:
