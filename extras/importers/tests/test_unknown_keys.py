@@ -93,7 +93,7 @@ def test_a_key_that_no_table_knows_is_named(name: str, folder: Path) -> None:
         ("verl", {"actor_rollout_ref.actor.fsdp_config.reshard_after_forward": "false"}),
         ("verl", {"actor_rollout_ref.actor.optim.optimizer": "sgd"}),
         ("verl", {"reward_model.enable": "true"}),
-        ("axolotl", {"flash_attention": "true"}),
+        ("axolotl", {"s2_attention": "true"}),
         ("axolotl on DeepSpeed", {"torch_compile": "true", "fsdp_config.offload_params": "true"}),
         ("LLaMA-Factory", {"pure_bf16": "true"}),
         ("OpenRLHF", {"ds.zero_stage": "2"}),
