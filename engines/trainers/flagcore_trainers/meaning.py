@@ -30,7 +30,6 @@ from flagcore_training.time.step import step_time
 from flagcore_training.weights import parts_of_model, stage_parameters
 
 from flagcore.contracts import Costs, Plans
-from flagcore.domain.model import Layer
 from flagcore.domain.prediction import ModelPart, Predictions
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Rule
 from flagcore.domain.spec import Spec, Task
@@ -38,7 +37,7 @@ from flagcore.domain.work import LONGEST
 from flagcore.i18n import N_, Message
 from flagcore_trainers.fully_shard import predict as prediction
 from flagcore_trainers.fully_shard import traffic
-from flagcore_trainers.fully_shard.activations import NORM_BYTES, activations
+from flagcore_trainers.fully_shard.activations import NORM_BYTES, activations, unpacked_bytes
 from flagcore_trainers.fully_shard.memory import LOSS_BYTES, LOSS_FORWARD_BYTES
 from flagcore_trainers.fully_shard.weights import MemoryInputs
 from flagcore_trainers.program import MEANINGS, StateSection
@@ -64,19 +63,6 @@ class Moments:
     def plus(self, **extra: FloatArray) -> "Moments":
         """Return moments with further bytes, by name."""
         return replace(self, **{name: getattr(self, name) + value for name, value in extra.items()})
-
-
-def _unpacked_bytes(job: MemoryInputs, layer: Layer) -> float:
-    """Return the bytes of what a layer unpacks of quantized weights at once: a matrix, or all of its routed experts.
-
-    Sources: bitsandbytes 0.49 `autograd/_functions.py`; its parametrization of experts, whose result autograd keeps.
-    """
-    adapter, products = job.adapter, [each for part in layer.parts for each in part.products(job.model.hidden_size)]
-    if adapter is None or adapter.base not in ("nf4", "int8"):
-        return 0.0
-    experts = [each.weights for each in products if each.component == "experts" and adapter.quantized_experts]
-    largest = max(each.inputs * out.width for each in products if each.component != "experts" for out in each.layers)
-    return job.value_bytes * max(float(sum(experts)), largest)
 
 
 MOMENTS = ("forward", "loss", "head", "layer", "end")
@@ -126,7 +112,7 @@ def moments(train: Training, layout: Layout) -> Moments:
             extra = stored_scores(train, layout, mixer) - 4.0 * mixer.num_heads * job.tokens / layout.tensor
         stored, casts = stored + number * np.where(is_kept, extra, 0.0), casts + number * cast
         for moment in act.layers[each].backward:
-            layer = np.maximum(layer, moment + _unpacked_bytes(job, each) + np.where(is_kept, 0.0, extra + cast))
+            layer = np.maximum(layer, moment + unpacked_bytes(job, each) + np.where(is_kept, 0.0, extra + cast))
     kept = np.where(is_kept, casts, 0.0)
     layer = stored + layer + kept
     tables = embedding_of(model).products(model.hidden_size), layer_embeddings(model)[:1]

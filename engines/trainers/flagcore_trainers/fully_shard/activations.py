@@ -252,3 +252,16 @@ def _mixer(job: MemoryInputs, mixer: Mixer | None, hidden: FloatArray) -> _PartB
     stored = stored + compressed + (query + expanded) * job.context
     work = 2.0 * hidden + 2.0 * query + expanded + attended
     return _PartBytes(stored=stored, kept=kept, shared=attended, moments=(work,))
+
+
+def unpacked_bytes(job: MemoryInputs, layer: Layer) -> float:
+    """Return the bytes of what a layer unpacks of quantized weights at once: a matrix, or all of its routed experts.
+
+    Sources: bitsandbytes 0.49 `autograd/_functions.py`; its parametrization of experts, whose result autograd keeps.
+    """
+    adapter, products = job.adapter, [each for part in layer.parts for each in part.products(job.model.hidden_size)]
+    if adapter is None or adapter.base not in ("nf4", "int8"):
+        return 0.0
+    experts = [each.weights for each in products if each.component == "experts" and adapter.quantized_experts]
+    largest = max(each.inputs * out.width for each in products if each.component != "experts" for out in each.layers)
+    return job.value_bytes * max(float(sum(experts)), largest)
