@@ -1,4 +1,4 @@
-"""How SGLang divides its cache: a part for states, and one for the tokens of layers with windows.
+"""How SGLang divides its cache: a part for states, and one for the tokens of layers with windows; experts on the host.
 
 Sources: sglang 0.5.23 `configs/model_config.py` (is_hybrid_swa_model), `model_executor/pool_configurator.py`,
 `mem_cache/kv_cache_configurator.py`, `arg_groups/fields/schedule.py` and `arg_groups/model_overrides`; 0.5.8, 0.5.9 and
@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
-from flagcore_models.layers import mixer_counts
+from flagcore_models.layers import layers_of, mixer_counts
 from flagcore_models.mixers.compressed_attention import CompressedAttention
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_models.mixers.lightning_attention import LightningAttention
 from flagcore_models.mixers.mamba2 import Mamba2
+from flagcore_models.networks.experts import Experts
 from flagcore_serving.job import EngineArg
 
 from flagcore.domain.model import Model
@@ -119,3 +120,13 @@ def compressor_bytes(model: Model) -> float:
 def _ratio(args: Mapping[str, EngineArg], flag: str, default: float) -> float:
     given = args.get(flag)
     return float(given) if isinstance(given, (int, float)) and given > 0 else default
+
+
+def experts_on_host(model: Model, args: Mapping[str, EngineArg]) -> float:
+    """Return how many layers' routed experts are in the memory of the host with ktransformers, which keeps some of each
+    layer on the devices (kvcache-ai/ktransformers `doc/en/kt-kernel/Kimi-K2-Thinking-Native.md`, 2026-08)."""
+    kept, experts = args.get("kt-num-gpu-experts", 0), model.num_moe_experts
+    if not experts or not isinstance(kept, int) or not args.keys() & {"kt-weight-path", "kt-amx-weight-path"}:
+        return 0.0
+    layers = sum(isinstance(each.network, Experts) for each in layers_of(model))
+    return layers * (1.0 - min(kept / experts, 1.0))

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 import numpy as np
 from flagcore_importers.programs import release
 from flagcore_models.keys import has_fp8_cache
-from flagcore_models.layers import attention_counts, latent_layers, layers_of, mixer_counts, state_bytes
+from flagcore_models.layers import attention_counts, latent_layers, mixer_counts, state_bytes
 from flagcore_models.mixers.compressed_attention import CompressedAttention
 from flagcore_models.mixers.latent_attention import LatentAttention
-from flagcore_models.networks.experts import Experts
 from flagcore_serving.job import EngineArg
 from flagcore_serving.space import adapters, knobs
 from flagcore_serving.space.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
@@ -378,7 +377,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, pools.STATE_SLOTS),
         **{"window_share": window_share, **_compressed_tokens(task, other_args, values, element, running)},
         offloaded=np.full(ranks.shape, PROGRAM.offloaded_bytes(task.spec)),
-        experts_on_host=np.full(ranks.shape, _experts_on_host(task, other_args)),
+        experts_on_host=np.full(ranks.shape, pools.experts_on_host(task.spec.model, other_args)),
         drafted=drafted,
         drafts_held=np.full(ranks.shape, 1 if _release(task) >= DRAFTS_FIRST_SINCE else -1),
         ahead=_batches_ahead(task, other_args, values),
@@ -387,16 +386,6 @@ def settings(task: Task, columns: Columns) -> Settings:
             task, values, other_args, slots=8, on_host=other_args.get("max-loaded-loras", math.inf)
         ),
     )
-
-
-def _experts_on_host(task: Task, other_args: Mapping[str, EngineArg]) -> float:
-    """Return how many layers' routed experts are in the memory of the host with ktransformers, which keeps some of each
-    layer on the devices (kvcache-ai/ktransformers `doc/en/kt-kernel/Kimi-K2-Thinking-Native.md`, 2026-08)."""
-    kept, experts = other_args.get("kt-num-gpu-experts", 0), task.spec.model.num_moe_experts
-    if not experts or not isinstance(kept, int) or not other_args.keys() & {"kt-weight-path", "kt-amx-weight-path"}:
-        return 0.0
-    layers = sum(isinstance(each.network, Experts) for each in layers_of(task.spec.model))
-    return layers * (1.0 - min(kept / experts, 1.0))
 
 
 def _release(task: Task) -> tuple[int, ...]:

@@ -412,7 +412,7 @@ class SimulatedLoad:
 def _accepted(outputs: IntArray, lane: Lane, seed: int) -> IntArray:
     """Return answers whose numbers of iterations vary as those of equal answers with drafts, so that they do not end
     together. An iteration yields 1 to 1 + `Lane.drafted` tokens, with the largest variance for their mean."""
-    variance = (lane.gain - 1.0) * (lane.drafted + 1.0 - lane.gain)
+    variance = max((lane.gain - 1.0) * (lane.drafted + 1.0 - lane.gain), 0.0)
     share = math.sqrt(variance / (lane.gain * max(float(outputs[0]), 1.0)))
     drawn = np.random.default_rng(seed).standard_normal(outputs.size)
     return np.maximum(np.rint(outputs * (1.0 + share * np.clip(drawn, -3.0, 3.0))), 1.0).astype(outputs.dtype)
