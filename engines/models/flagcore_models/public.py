@@ -67,6 +67,8 @@ def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
         if lower.startswith(tuple(each["names"])) and weights in each["weights"]:
             whole = {"modules_to_not_convert": _NAMES["in_16_bits"].get(stem, [])}
             config["quantization_config"] = each["section"] | whole
+            if attention := next((kind for word, kind in _NAMES["attention"].items() if f"-{word}" in lower), None):
+                config["quantization_config"]["attention_dtype"] = attention
     return config, None if weights == "bf16" else weights
 
 

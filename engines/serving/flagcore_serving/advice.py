@@ -14,7 +14,7 @@ from flagcore.i18n import _
 from flagcore_serving.job import lengths_are_equal
 from flagcore_serving.load.traffic import in_flight
 from flagcore_serving.model.speculation import USUAL
-from flagcore_serving.model.work import overheads_of
+from flagcore_serving.model.work import build_of, overheads_of
 from flagcore_serving.space import knobs as common_knobs
 from flagcore_serving.space.adapters import CONFIG, DEFAULT_RANK, rank_of
 from flagcore_serving.space.adapters import SWITCH as ADAPTER_SWITCH
@@ -51,7 +51,9 @@ def spec_warnings(spec: Spec, program: Program) -> Iterator[str]:
 
 def _of_flags(spec: Spec, program: Program) -> Iterator[str]:
     version, flags = program.version(spec), program.flags_of(spec)
-    yield from unknown_release("serve.engine_version", spec.serve.engine, spec.serve.engine_version, program.releases)
+    stated = spec.serve.engine_version
+    if not build_of(program.overheads, stated):
+        yield from unknown_release("serve.engine_version", spec.serve.engine, stated, program.releases)
     for name in program.split(spec).others:
         if found := program.flag_problem(name, flags, version):
             release = ", or set serve.engine_version to your release" if found.removed else ""

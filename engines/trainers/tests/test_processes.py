@@ -107,6 +107,8 @@ def argv_of(data: dict[str, Any], folder: Path, *, nodes: int, devices: int, **v
         ),
         ("deepspeed --include a:0,1 a.py", "deepspeed --include a:0,1 a.py"),
         ("python a.py --launcher slurm", "python a.py --launcher slurm"),
+        ("python a.py --launcher deepspeed", "python a.py --launcher deepspeed"),
+        ("torchrun --nproc_per_node 4 a.py --num_nodes 1", "torchrun --nproc_per_node 8 a.py --num_nodes 1"),
     ],
 )
 def test_a_launcher_gets_the_options_of_its_hosts_and_processes(words: str, started: str) -> None:

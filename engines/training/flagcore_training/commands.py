@@ -234,9 +234,11 @@ def with_processes(words: Sequence[str], hosts: int, per_host: int) -> tuple[str
     """
     names = [Path(word).name for word in words]
     pairs = [f"{before} {name}" for before, name in zip(["", *names], names, strict=False)]
-    known = ((n, key) for n, each in enumerate(zip(names, pairs, strict=True)) for key in each if key in LAUNCHERS)
-    place, launcher = next(known, (0, ""))
-    given = {name: (first, end) for name, _value, first, end in placed([*words])}
+    script = next((n for n, name in enumerate(names) if name.endswith(".py")), len(names))  # what follows is its own
+    found_at = list(zip(names, pairs, strict=True))[:script]
+    place, launcher = next(((n, key) for n, each in enumerate(found_at) for key in each if key in LAUNCHERS), (0, ""))
+    own = len(words) if launcher in AFTER else script
+    given = {name: (first, end) for name, _value, first, end in placed([*words]) if first < own}
     if not launcher or (launcher == "deepspeed" and {"include", "exclude"} & {*given}):
         return tuple(words)
     if launcher == "deepspeed" and hosts > 1 and "hostfile" not in given:

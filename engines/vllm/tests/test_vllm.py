@@ -504,6 +504,8 @@ def test_each_scheme_of_speculation_has_its_own_cost_and_acceptance() -> None:
     assert found(None)["kv_cache_bytes"] == found("ngram")["kv_cache_bytes"] > heads[0] > heads[1]
     assert [*spec_warnings(cards(space={"speculation": (None, "ngram")}).spec, ENGINE.program)]
     assert not [*spec_warnings(cards(weights=None).spec, ENGINE.program)]
+    of_build = spec_warnings(cards(weights=None, engine_version="atom 0.1").spec, ENGINE.program)
+    assert not any("is not a release" in each for each in of_build)
     for arguments, words in (({}, "is not tried"), (draft, "acceptance of 0.65")):
         task = cards(space={"speculation": (None, "eagle3")}, engine_args=arguments)
         assert words in " ".join(spec_warnings(task.spec, ENGINE.program))

@@ -221,6 +221,7 @@ def quantization(spec: Spec) -> Quantization | None:
     has_fp4_experts = "fp4" in (config.get("expert_dtype"), found.get("expert_dtype"))
     has_fp4_experts &= precision == "mxfp4" or (name == precision and weights is not None)
     attention = str(found.get("attention_dtype", "fp8" if has_fp8_attention else "")) if is_own else ""
+    wide -= {ATTENTION} if attention and "attention_dtype" in found else set()
     attention = attention or listed_attention
     return Quantization(
         block=max(sizes, default=1) if weights else 1,

@@ -195,7 +195,8 @@ def test_the_scales_and_the_wide_parts_of_a_checkpoint_are_read(
         ("moonshotai/Kimi-K2-Thinking", 262144, Quantization(block=32, bytes=0.5625, wide={ATTENTION, DENSE, SHARED})),
         ("Qwen/Qwen3-30B-A3B-Thinking-2507", 262144, None),
         ("nvidia/Qwen3-30B-A3B-NVFP4", 40960, Quantization(attention="nvfp4")),
-        ("amd/Qwen3-30B-A3B-MXFP4", 40960, Quantization(wide=frozenset([ATTENTION]))),  # without a list
+        ("amd/Qwen3-30B-A3B-MXFP4", 40960, Quantization(wide=frozenset([ATTENTION]))),
+        ("amd/Kimi-K2.5-MXFP4-AttnFP8", 262144, Quantization(attention="fp8")),
         ("mistralai/Ministral-3-8B-Instruct-2512", 262144, Quantization()),
         ("mistralai/Ministral-3-8B-Reasoning-2512", 262144, None),
     ],
