@@ -126,6 +126,8 @@ def _pipeline_rules(task: Task) -> Iterator[Rule]:
     whole = is_hybrid(task.spec.model) and not takes_layouts(task.spec)
     numbers = {"stages": len(split.layout_layers), "layers": split.layers, "extra": split.counted - split.layers}
     yield rule("pipeline_stages", split.uneven, _split_message(split), **numbers)
+    if split.layout_layers and "num-layer-list" in given_flags(task.spec):  # a fork's, with a number for each rank
+        yield rule("listed_stages", lambda c: c[PP] != numbers["stages"], stages=numbers["stages"])
     yield rule("hybrid_stages", lambda c: whole & (c[PP] > 1) & (c[LAYERS_PER_VIRTUAL] > 0))
     yield rule("virtual_needs_pipeline", lambda c: interleaved(c) & (c[PP] == 1))
     bars = N_("{PP} x {VIRTUAL_STAGES} must be the {count} parts of {PATTERN} between its bars")
