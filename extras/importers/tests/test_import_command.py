@@ -29,6 +29,7 @@ CONFIG = {
     "head_dim": 64,
     "vocab_size": 32000,
 }
+FIRST = "--decoder-first-pipeline-num-layers"
 TRAINING = (
     "--num-layers 8 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 --group-query-attention "
     "--num-query-groups 8 --swiglu --disable-bias-linear --seq-length 2048 --max-position-embeddings 2048 "
@@ -184,6 +185,7 @@ def test_several_values_are_a_list_and_comments_stand_above_their_keys() -> None
         ("megatron", ["python train.py"], "command"),
         ("megatron", [f"torchrun pretrain_gpt.py {TRAINING.replace('--tokenizer-model model', '')}"], "--vocab-size"),
         ("megatron", ["torchrun pretrain_gpt.py --seq-length 8 --vocab-size 9 --num-layers 2"], "--hidden-size"),
+        ("megatron", [f"torchrun pretrain_gpt.py {TRAINING} {FIRST} 0"], FIRST),
     ],
 )
 def test_a_command_that_cannot_be_read_is_an_error_of_its_argument(engine: str, words: list[str], key: str) -> None:

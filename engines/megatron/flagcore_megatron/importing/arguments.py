@@ -175,7 +175,9 @@ def options(flags: Flags, *, on_meshes: bool = False) -> dict[str, Any]:
     elif backend in ("flash", "fused") or (backend is None and has_flash):
         result["attention"] = "flash"
     for key in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
-        if (layers := flags.get(key)) is not None:
+        if isinstance(layers := flags.get(key), int) and layers < 1:  # megatron-core 0.16 `transformer_config.py`
+            flags.source.report(flags.key(key), "must be larger than 0", value=layers, fix="leave it out")
+        elif layers is not None:
             flags.note(key, f"{layers} applies to all candidates: only pipelines that it fits are tried", "train")
     _note_unread(flags, on_meshes=on_meshes)
     dropouts = dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.1)  # Megatron's defaults

@@ -64,9 +64,9 @@ def spec_of_command(start: Start, directory: Path, model: str | None) -> tuple[d
     sizes = {"seq_length": flags.get("seq_length"), "global_batch_size": _global_batch(flags, baseline, devices)}
     if sizes["seq_length"] is None:
         notes.report("--seq-length", "is missing", fix="add it to the command")
+    train = {"engine": "megatron", **sizes, **options(flags), "command": list(command), "directory": str(directory)}
     if notes.problems:
         raise join_errors(notes.problems)
-    train = {"engine": "megatron", **sizes, **options(flags), "command": list(command), "directory": str(directory)}
     tuner: dict[str, Any] = {"baseline": baseline}
     settings = {"settings": parse_settings(user_command.arguments)}
     if is_known and (problem := baseline_problem(baseline, {**train, **settings}, section, devices)):
