@@ -1,6 +1,7 @@
 """The commands flag tune, run, runs, report and export."""
 
 import json
+import logging
 import shlex
 import sys
 import tempfile
@@ -81,6 +82,9 @@ def tune_command(
     limits = {"max_trials": max_trials, "max_time": max_time, "answers": "null" if no_answers else None}
     if changes := [f"auto_tuner.control.{key}={value}" for key, value in limits.items() if value is not None]:
         spec = api.with_settings(spec, changes)
+    if verbose:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("flagcore").setLevel(logging.INFO)
     if dry_run:
         _show_dry_run(spec, form, {key: given[key] for key in ("without", "fidelity", "objective")})
         return

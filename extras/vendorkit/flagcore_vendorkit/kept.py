@@ -2,7 +2,8 @@
 
 A file's name is the hash of all that determines its content: what the search was asked, the files of the packages that
 answer, the installed distributions, the user's data, the environment and the machine. So nothing is ever outdated, and
-files are only removed because they are old or many. They are the user's own: arrays and JSON, without code.
+files are only removed because they are old or many. They are the user's own: arrays and JSON, without code. The hash of
+the rest stands in front of each file: what is damaged is computed again.
 """
 
 import json
@@ -20,7 +21,7 @@ from hashlib import sha256
 from importlib.util import find_spec
 from io import BytesIO
 from itertools import islice
-from logging import Logger
+from logging import Logger, getLogger
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ from flagcore.domain.space import Axis, Candidate, Space
 from flagcore.loading.entry_points import installed
 
 T = TypeVar("T")
+LOG = getLogger("flagcore")
 SWITCH = "FLAGCORE_CACHE"
 """The environment variable that turns keeping off with the value `off`."""
 LEAST_SECONDS = 0.3
@@ -66,13 +68,17 @@ def kept(compute: Callable[[], T], about: Iterable[object], is_certain: Callable
     file = None
     if os.environ.get(SWITCH) != "off":
         with suppress(TypeError, RecursionError, OSError, ValueError):  # unknown content, an empty cell, or no folder
-            file = cache_folder() / f"{_key(about)}.npz"
+            file = cache_folder() / f"{_key(about)}.plan"
     if file is None:
         return compute()
-    with suppress(OSError, ValueError, LookupError, TypeError, EOFError, BadZipFile):
+    try:
         result: T = _read(file)
         os.utime(file)
         return result
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, LookupError, TypeError, EOFError, BadZipFile) as error:
+        LOG.info("%s cannot be read, and is computed again: %s", file, error)
     start = time.monotonic()
     result = compute()
     if time.monotonic() - start >= LEAST_SECONDS and is_certain():
@@ -196,7 +202,12 @@ def _content(value: Any) -> Iterator[object]:
 
 
 def _read(file: Path) -> Any:
-    with np.load(BytesIO(read_regular(file, MOST_BYTES, file.parent)), allow_pickle=False) as arrays:
+    """Return the result in a file. Raises ValueError if the file is not what `_write` wrote, and OSError."""
+    data = read_regular(file, MOST_BYTES, file.parent)
+    digest, content = data[: sha256().digest_size], data[sha256().digest_size :]
+    if sha256(content).digest() != digest:
+        raise ValueError("its content has another hash")
+    with np.load(BytesIO(content), allow_pickle=False) as arrays:
         return _unpacked(json.loads(arrays["plain"].tobytes()), arrays)
 
 
@@ -206,9 +217,12 @@ def _write(file: Path, result: object) -> None:
     arrays["plain"] = np.frombuffer(json.dumps(_packed(result, arrays)).encode(), dtype=np.uint8)
     if sum(array.nbytes for array in arrays.values()) > MOST_BYTES - (1 << 20):
         return
+    content = BytesIO()
+    np.savez(content, **arrays)
     with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as draft:
         try:
-            np.savez(draft, **arrays)
+            draft.write(sha256(content.getbuffer()).digest())
+            draft.write(content.getbuffer())
             draft.flush()
             os.replace(draft.name, file)
         except OSError:

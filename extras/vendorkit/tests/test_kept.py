@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -216,6 +217,21 @@ def test_a_damaged_file_is_ignored(commands: Commands, damage: Callable[[Path], 
 
     assert commands.ask()[0].combinations == 7
     assert commands.computed == 2
+
+
+def test_each_damaged_byte_is_noticed_named_and_replaced(commands: Commands, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="flagcore")
+    commands.ask()
+    (file,) = commands.files
+    whole, chance = file.read_bytes(), Random(7)
+    for number in range(12):
+        place = chance.randrange(len(whole))
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << chance.randrange(8)]) + whole[place + 1 :])
+
+        assert commands.ask() is RESULT
+        assert (commands.computed, len(caplog.records)) == (number + 2, number + 1)
+    commands.ask()
+    assert commands.computed == 13
 
 
 def test_files_are_the_users_own(commands: Commands) -> None:
