@@ -156,6 +156,9 @@ def _run(arguments: list[str]) -> int:
         if error.errno == errno.ENOENT and not error.filename:  # raised if the working directory was deleted
             say(_("flag: the working directory does not exist; change to another one"))
             return 2
+        if error.errno == errno.ENAMETOOLONG:
+            say(_("flag: {file} is too long for the path of a file", file=str(error.filename)[:60]))
+            return 2
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
         _discard_stdout()

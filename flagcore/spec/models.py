@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -89,7 +90,7 @@ def _model_at(source: str, base: Path) -> Model:
     fix = _("give a directory with a config.json, a GGUF file, the name of a public model, or an inline shape")
     path = base / source
     try:
-        if path.exists():
+        if os.path.exists(path):
             return catalogue().read(path)
         if public := catalogue().public_model(source):
             return public
@@ -114,4 +115,4 @@ def public_name(name: str) -> str | None:
 def absolute_model(source: str, base: Path) -> str:
     """Return the absolute path of a model, or the name itself of a public model that is not a file or directory."""
     path = base / source
-    return source if public_name(source) and not path.exists() else str(path.resolve())
+    return source if public_name(source) and not os.path.exists(path) else str(path.resolve())

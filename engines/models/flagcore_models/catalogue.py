@@ -1,5 +1,6 @@
 """What the core asks of this package (`flagcore.spec.models.Catalogue`), and the vision towers of its models."""
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -24,9 +25,9 @@ __all__ = ["of_keys", "public_model", "public_name", "read", "similar_models", "
 
 def read(path: Path) -> Model:
     """Return the model in a directory with a config.json, in such a file, or in a GGUF file. Raises SpecError."""
-    if path.is_dir():
+    if os.path.isdir(path):
         folder, path = path, path / "config.json"
-        if not path.exists():
+        if not os.path.exists(path):
             fix = _("give a directory with a config.json, a GGUF file, the name of a public model, or an inline shape")
             raise spec_error("", _("is a directory without a config.json"), value=str(folder), fix=fix)
     file, absolute = str(path), path.absolute()

@@ -1,5 +1,6 @@
 """The pydantic models of a spec file for reinforcement learning, one class per section, and of job records."""
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal
@@ -152,7 +153,7 @@ def _context_of(context: Context) -> int | None:
 
     model = context.given("model")
     path = context.base / model if isinstance(model, str) else None
-    return context_at(str(path if path.exists() else model)) if path else None
+    return context_at(str(path if os.path.exists(path) else model)) if path else None
 
 
 class RlDocument(schema.CommonSection):

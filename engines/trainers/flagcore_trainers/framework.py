@@ -1,6 +1,7 @@
 """What engines say about the commands of fine-tuning frameworks, which trials do not start."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def fp32_products(task: Task) -> list[Unmodelled]:
 def ds_config(read: Reading) -> dict[str, Any]:
     """Return the configuration of DeepSpeed of a command, or the usual one if no file here has it."""
     given = read.value("deepspeed")
-    if isinstance(given, str) and Path(read.directory, given).is_file():
+    if isinstance(given, str) and os.path.isfile(Path(read.directory, given)):
         return read_config(given, str(read.directory), key="deepspeed")
     inside = {key[10:]: value for key, value in read.given.items() if key.startswith("deepspeed.")}
     return changed(DS_CONFIG, inside)

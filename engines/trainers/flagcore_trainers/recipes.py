@@ -4,6 +4,7 @@ A framework runs on DeepSpeed, Megatron-LM or torch's FSDP2, which is the engine
 """
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -411,7 +412,7 @@ def _configuration(read: Reading, given: Any, file: Path, notes: Notes) -> dict[
         return dict(flat(given))
     if isinstance(given, int) and given:  # True: the stage is the default of accelerate's `DeepSpeedPlugin`
         return {STAGE: 2 if given is True else given, DEVICE: read.value("offloaded_states")}
-    if isinstance(given, str) and file.is_file():
+    if isinstance(given, str) and os.path.isfile(file):
         return dict(flat(read_config(given, str(read.directory), key="deepspeed")))
     if named := re.search(r"z(?:ero)?_?([0-3])", str(given)):
         text = f"{given} is not a file in this folder: ZeRO {named[1]} is taken from its name"

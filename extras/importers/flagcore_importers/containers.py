@@ -219,7 +219,7 @@ def _built(start: Start, service: Mapping[str, Any], images: Images, folder: Pat
 def _mounted(start: Start, service: Mapping[str, Any], folder: Path) -> Start:
     """Return the start of a service with the paths on the host of what is mounted."""
     mounts = [each.split(":") for each in service.get("volumes") or () if isinstance(each, str) and ":" in each]
-    here = {each[1]: str(folder / each[0]) for each in mounts if (folder / each[0]).is_file()}
+    here = {each[1]: str(folder / each[0]) for each in mounts if os.path.isfile(folder / each[0])}
     fixed = {each[1]: each[0] for each in mounts if each[0].startswith("/")}
     first = 1 if start.image else 2
     before = ("--config",) * first + start.words[first - 1 :]

@@ -4,6 +4,7 @@ A dialect is a table: what each key sets in a spec, which keys are harmless, and
 that no table knows is always named.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -250,7 +251,7 @@ def _with_bases(file: str, directory: Path, depth: int = 0) -> dict[str, Any]:
     bases, result = content.pop("defaults", None) or [], dict[str, Any]()
     for base in [bases] if isinstance(bases, str) else bases:
         own = Path(file).parent / f"{str(base).removesuffix('.yaml')}.yaml"
-        if isinstance(base, str) and (directory / own).is_file() and depth < 16:  # others belong to a package
+        if isinstance(base, str) and os.path.isfile(directory / own) and depth < 16:  # others belong to a package
             result = merged(result, _with_bases(str(own), directory, depth + 1))
     return merged(result, content)
 
@@ -313,12 +314,12 @@ def files_of(dialect: Dialect, words: Sequence[str], directory: Path) -> list[st
     ]
     program = next((each for each in words if each.endswith(".py")), "")
     near = str(Path(program).parent / "configs" / dialect.usual_config)
-    if program and dialect.usual_config and not found and (directory / near).is_file():
+    if program and dialect.usual_config and not found and os.path.isfile(directory / near):
         found.append(near)
     options = {name: str(value) for name, value, _start, _end in placed(words) if name.startswith("config_")}
     if {"config_path", "config_name"} <= options.keys():  # hydra's; those inside a package are not here
         own = str(Path(options["config_path"], f"{options['config_name'].removesuffix('.yaml')}.yaml"))
-        found += [own] if (directory / own).is_file() else []
+        found += [own] if os.path.isfile(directory / own) else []
     return found
 
 
@@ -328,7 +329,7 @@ def _file(dialect: Dialect, before: str, word: str, directory: Path) -> str:
     is_option = bool(equals) and name in dialect.config
     file = value if is_option else word
     if is_option or before in dialect.config:
-        is_file = file.endswith(SUFFIXES) or file in dialect.presets or (directory / file).is_file()
+        is_file = file.endswith(SUFFIXES) or file in dialect.presets or os.path.isfile(directory / file)
         return file if is_file else ""
     return word if word.endswith(SUFFIXES) and re.search(dialect.program, before) else ""
 

@@ -166,7 +166,7 @@ def _argv(command: Sequence[str], directory: str | None) -> list[str]:
 
 def _names_file(words: Sequence[str], directory: str | None) -> bool:
     file = _file_in(words)
-    return file == "-c" or (bool(file) and Path(directory or ".", file).is_file())
+    return file == "-c" or (bool(file) and os.path.isfile(Path(directory or ".", file)))
 
 
 def _file_in(words: Sequence[str]) -> str:

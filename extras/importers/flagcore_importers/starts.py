@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -45,6 +45,12 @@ _BLOCK = re.compile(
 """The end of a block whose output goes to a file: nothing of it is written."""
 _PLACEHOLDER = re.compile(r"""(?<![<\w)])<([A-Za-z][^<>|&;()$`'"\n]*(?<![\s=-]))>""")
 """`<words>` that the user should replace, which a shell would read as redirections."""
+
+
+_MAPPINGS = {"deploy", "labels", "limits", "metadata", "parallelism", "requests", "reservations", "resources"}
+_MAPPINGS |= {"securityContext", "selector", "services", "spec", "template", "trainer"}
+_LISTS = {"containers", "devices", "env", "envFrom", "initContainers", "tasks", "volumeMounts"}
+"""Keys of manifests, Helm values and compose files whose values have one type; elements of the lists are mappings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +132,10 @@ class Reader:
                     "the file is a template: give it after `envsubst`, `helm template` or the like has filled it"
                 )
             raise UsageError(problem) from None
-        except (AttributeError, LookupError, TypeError, RecursionError) as error:  # types are not checked
-            problem = _("the file has another structure than a manifest or a compose file: {reason}", reason=error)
-            raise UsageError(problem) from None
+        except (AttributeError, LookupError, TypeError, RecursionError) as error:  # types are checked only now
+            for key, value, problem in (found for each in load_documents(text) for found in _wrong_types(each)):
+                raise SpecError(file=file.name, key=key, value=value, problem=problem) from error
+            raise UsageError(_("the file has another structure than a manifest or a compose file")) from error
 
     def _inner(self, start: Start, depth: int = 0) -> Iterator[Program]:
         """Yield the programs that a container, a shell or a script starts. Yield any other program itself."""
@@ -226,7 +233,7 @@ def _with_files(start: Start, folder: Path) -> Start:
         if re.fullmatch(r"\S*/\S+\.(sh|bash)|\[?\S*/\S+\.sh", word) and not os.path.isfile(word):
             places = (folder, folder / "scripts", folder.parent, folder.parent / "scripts")
             words[n] = next(
-                (str(each / Path(word).name) for each in places if (each / Path(word).name).is_file()), word
+                (str(each / Path(word).name) for each in places if os.path.isfile(each / Path(word).name)), word
             )
             if words[n] != word and os.path.basename(words[max(0, n - 1)]) not in SHELLS:
                 words.insert(n, "bash")
@@ -252,6 +259,18 @@ def _unwrapped(start: Start) -> Start:
     if words[:2] == ["uv", "run"] and "-m" in words and not any(re.fullmatch(r"python[\d.]*", each) for each in words):
         words.insert(words.index("-m"), "python")
     return replace(start, words=tuple(words), envs=envs)
+
+
+def _wrong_types(node: Any, path: str = "", name: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yield path, value and rule of each value below `node`, which is at key `name`, of a type that cannot be read."""
+    is_list, rule = isinstance(node, list), _("must be a mapping of keys and values")
+    if name in _LISTS | _MAPPINGS and not isinstance(node, (Mapping, type(None))) and not (is_list and name in _LISTS):
+        yield path, node, rule if name in _MAPPINGS else _("must be a list of mappings")
+    for key, each in node.items() if isinstance(node, Mapping) else enumerate(node) if is_list else ():
+        inner = f"{path}[{key}]" if is_list else f"{path}.{key}".lstrip(".")
+        if is_list and name in _LISTS and not isinstance(each, (Mapping, type(None))):
+            yield inner, each, rule
+        yield from _wrong_types(each, inner, "" if is_list else str(key))
 
 
 def _parts(words: Sequence[str], text: str, *, is_page: bool) -> list[tuple[Sequence[str], str]]:

@@ -225,3 +225,29 @@ def test_an_input_comes_in_whole_or_is_refused(
         assert not [secret for secret in SECRETS if secret in written]
         assert case.get("contains", "") in written
     assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ({"services": {"vllm": {"image": "vllm/vllm-openai", "deploy": "fast"}}}, "services.vllm.deploy"),
+        ({"kind": "Pod", "spec": {"containers": [{"image": "a", "env": [7]}]}}, "spec.containers[0].env[0]"),
+        ({"kind": "Pod", "spec": {"containers": True}}, "spec.containers"),
+        ({"decode": {"containers": [["vllm"]]}}, "decode.containers[0]"),
+    ],
+)
+def test_a_value_of_another_type_in_a_manifest_is_named(content: object, key: str, tmp_path: Path) -> None:
+    (tmp_path / "given.yaml").write_text(yaml.safe_dump(content))
+
+    with pytest.raises(SpecError) as error:
+        read_command(None, [str(tmp_path / "given.yaml")], chip="H100-SXM")
+
+    assert (error.value.file, error.value.key) == ("given.yaml", key)
+
+
+def test_a_word_that_is_too_long_for_a_path_is_a_word_of_the_command() -> None:
+    long = json.dumps({"pass_config": {f"switch_{number}": True for number in range(40)}})
+
+    given = read_command(None, ["vllm", "serve", "Qwen/Qwen3-8B", "--compilation-config", long], chip="H100-SXM")
+
+    assert "switch_39" in str(given.data)

@@ -42,9 +42,9 @@ def compare(
 def _split_name(text: str, default: SpecLike | None = None) -> tuple[SpecLike, str]:
     """Return the run or spec that `text` names, or else `default`, and the name of the candidate."""
     run, colon, name = text.rpartition(":")
-    if not Path(text).exists() and colon and Path(run).exists():
+    if not os.path.exists(text) and colon and os.path.exists(run):
         return Path(run), name
-    if Path(text).exists():
+    if os.path.exists(text):
         return Path(text), "best"
     if default is not None and not colon and os.sep not in text:
         return default, text

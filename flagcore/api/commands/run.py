@@ -96,7 +96,7 @@ def plan_server(model: str, run_dir: Path, *, chip: str | None, engine: str | No
     `chip`, `engine`: None means that of this machine, and the first that can start here. Raises NoDevice if none can,
     UsageError for a spec or a run, and SpecError for an unknown chip.
     """
-    if Path(model).suffix in (".yaml", ".yml") or Path(model, IDENTITY).exists():
+    if Path(model).suffix in (".yaml", ".yml") or os.path.exists(Path(model, IDENTITY)):
         text = N_("{model} is a spec or a run; --chip and --engine are for weights: start a run without them")
         raise UsageError(_(text, model=model))
     check_chips({"chip": chip} if chip else None)

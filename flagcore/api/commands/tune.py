@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -196,7 +197,7 @@ class _EngineRun:
         """Return the files that a `train.command` may read on every host: those that it names, and the model."""
         words, directory = self.spec.work.command or (), self.spec.work.directory or ""
         model = self.data.get("model")
-        named_files = [str(Path(directory, word)) for word in words if Path(directory, word).is_file()]
+        named_files = [str(Path(directory, word)) for word in words if os.path.isfile(Path(directory, word))]
         return named_files + ([str((self.base / model).resolve())] if words and isinstance(model, str) else [])
 
     def _baseline(self) -> Mapping[str, KnobValue] | None:

@@ -3,6 +3,7 @@
 Also checks the installed release, and warns about settings and knobs that have no effect.
 """
 
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -69,7 +70,7 @@ def check_variables(task: Task) -> None:
 
 def _problems(spec: Spec, command: UserCommand) -> Iterator[SpecError]:
     program = Path(command.directory, command.program[-1])
-    if program.suffix == ".py" and not program.is_file():
+    if program.suffix == ".py" and not os.path.isfile(program):
         fix = "correct the path, or set train.directory to the folder that it is relative to"
         yield _error(program, "does not exist", fix)
     table = argument_table(spec, command)
@@ -200,7 +201,7 @@ def command_warnings(spec: Spec) -> list[str]:
 def _release_warnings(spec: Spec, command: UserCommand) -> Iterator[str]:
     """Yield a line if the program of a command imports another release than the spec names."""
     release, detected = spec.train.engine_version, detected_release(command, spec.envs)
-    is_found = Path(command.directory, command.file or "").is_file()
+    is_found = os.path.isfile(Path(command.directory, command.file or ""))
     if release and detected and is_found and release_table(release).release != release_table(detected).release:
         text = N_("train.engine_version is {release}, but {key} runs Megatron-LM {detected}")
         yield _(text, release=release, key=KEY, detected=detected)

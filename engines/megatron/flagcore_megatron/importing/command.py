@@ -1,6 +1,7 @@
 """Converts a Megatron-LM command, or a script that starts one, to a spec."""
 
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -197,7 +198,7 @@ def _vocabulary(flags: Flags, directory: Path) -> int | None:
         ("vocab_file", "", ()),
     ):
         path = Path(directory, str(flags.get(name)), file)
-        if flags.has(name) and path.is_file() and path.suffix == ".json" and (size := _size_in(path, keys)):
+        if flags.has(name) and os.path.isfile(path) and path.suffix == ".json" and (size := _size_in(path, keys)):
             flags.note("vocab_size", f"{size}, from {path}", "model.vocab_size")
             return size
     for part in [part for name in TABLES["tokenizers"] for part in Path(str(flags.get(name, ""))).parts[:-3:-1]]:

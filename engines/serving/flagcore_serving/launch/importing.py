@@ -286,7 +286,7 @@ def _note_baseline(program: Program, knob: Knob, name: str, value: KnobValue, ve
 
 def _weights(model: str | None, directory: Path, notes: Notes) -> str:
     """Return the path of a model's weights, perhaps in Hugging Face's cache, or else `model`, with a note."""
-    if not model or (directory / model).exists():
+    if not model or os.path.exists(directory / model):
         return os.path.abspath(directory / model) if model else ""
     home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
     cached = sorted(Path(home, "hub", f"models--{model.replace('/', '--')}", "snapshots").glob("*/config.json"))
