@@ -17,6 +17,7 @@ from flagcore.domain.files import write
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import secrets_in_data
+from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import AUTO, HOSTFILE, LOCAL, Spec
 from flagcore.errors import FlagError, NoDevice, SpecError, UsageError, join_errors
 from flagcore.i18n import N_, _
@@ -249,14 +250,17 @@ def open_spec(
     plan: bool = False,
     on_usual: OnUsual | None = None,
     change: Callable[[Spec], Spec] = lambda spec: spec,
+    completed: Mapping[str, KnobValue] | None = None,
 ) -> OpenedSpec:
     """Take a spec from its file to its search problem, optionally for another chip or as a `plan`.
 
-    `change`: applied to the spec after it was read. Raises SpecError and other FlagErrors.
+    `change`: applied to the spec after it was read. `completed`: the baseline of its run, see `build_problem`. Raises
+    SpecError and other FlagErrors.
     """
     spec = change(read_spec(source, chip, without))
     with loaded_plugins(without) as loaded:
-        problem = build_problem(spec, loaded, plugins.engine_of(spec.work), plan=plan, on_usual=on_usual)
+        engine = plugins.engine_of(spec.work)
+        problem = build_problem(spec, loaded, engine, plan=plan, on_usual=on_usual, completed=completed)
     warn_about_problem(problem)
     return OpenedSpec(spec, loaded, problem)
 

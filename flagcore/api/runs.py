@@ -361,7 +361,8 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
         raise UsageError(_("--chip {chip} works only with a spec, but {run} is a run directory", chip=chip, run=place))
     home = run_home(run)
     identity = RunDirectory(home).identity() or {"run": "", "task": {}, "fixed": {}}
-    opened = open_spec(home / SPEC, None, without, change=partial(_with_its_hardware, stored=identity))
+    change, completed = partial(_with_its_hardware, stored=identity), identity["fixed"].get("baseline")
+    opened = open_spec(home / SPEC, None, without, change=change, completed=completed)
     return snapshot_of(opened, place, _with_known_values(run, opened.problem.space.axes))
 
 
@@ -371,9 +372,9 @@ def run_home(run: Run) -> Path:
 
 
 def _with_its_hardware(spec: Spec, stored: Mapping[str, Any]) -> Spec:
-    """Return the spec of a run with its saved hardware, network and baseline, as on the machine of the run."""
+    """Return the spec of a run with its saved hardware and network, as on the machine of the run."""
     network = stored["fixed"].get("network") or {}
-    spec = replace(spec, baseline=stored["fixed"].get("baseline"), cluster=spec.cluster.with_measured(network))
+    spec = replace(spec, cluster=spec.cluster.with_measured(network))
     if precision := stored["task"].get("precision"):
         spec = replace(spec, work=replace(spec.work, precision=precision))
     hardware = stored["task"].get("hardware") or {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from flagcore.contracts import Engine, Launcher, OnEvent, Problem, Strategy
 from flagcore.domain.features import PastMeasurements
 from flagcore.domain.plan import Plan
+from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial, TrialState
 from flagcore.errors import FlagError, HostLost, Interrupted, LaunchError
@@ -51,14 +52,18 @@ class TuneResult(NamedTuple):
     error: FlagError | None
 
 
-def tune(spec: Spec, dependencies: Dependencies) -> TuneResult:
+def tune(
+    spec: Spec, dependencies: Dependencies, completed_baseline: Mapping[str, KnobValue] | None = None
+) -> TuneResult:
     """Find the fastest candidate by running or probing candidates, or from predictions alone.
 
-    Finished trials are stored even if an exception is raised.
+    Finished trials are stored even if an exception is raised. `completed_baseline`: that of the run that is resumed,
+    with a value for each knob.
     """
     started = time.monotonic()  # on a busy machine, building the problem takes a part of the time
     fidelity = spec.control.fidelity
-    problem = build_problem(spec, dependencies.plugins, dependencies.engine)  # discovers, builds, predicts, prunes
+    about = (spec, dependencies.plugins, dependencies.engine)
+    problem = build_problem(*about, completed=completed_baseline)  # discovers, builds, predicts, prunes
     require_feasible(problem)
     if fidelity == ESTIMATE:
         dependencies.open_store(problem)

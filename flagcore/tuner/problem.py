@@ -43,25 +43,31 @@ OnUsual: TypeAlias = Callable[[Platform, Space, Predictions], object]
 
 
 def build_problem(
-    spec: Spec, plugins: LoadedPlugins, engine: Engine, *, plan: bool = False, on_usual: OnUsual | None = None
+    spec: Spec,
+    plugins: LoadedPlugins,
+    engine: Engine,
+    *,
+    plan: bool = False,
+    on_usual: OnUsual | None = None,
+    completed: Mapping[str, KnobValue] | None = None,
 ) -> Problem:
     """Complete `spec`, build the space, predict all candidates and prune them.
 
     No trial runs if `plan` is true or the fidelity is `estimate`. In this case, if trials could not run on this
     machine, the problem uses the defaults of production on the chip. `on_usual` is called as soon as the engine's usual
-    space is predicted, if the spec has no baseline. Raises NothingFits if no combination is legal; the message counts
-    the combinations that each rule removed.
+    space is predicted, if the spec has no baseline. `completed`: the baseline of an earlier call, with a value for each
+    knob; the baseline of the spec has only the values that the user gave. Raises NothingFits if no combination is
+    legal; the message counts the combinations that each rule removed.
     """
     plan = plan or spec.control.fidelity == ESTIMATE
     platform = complete(spec, plugins, engine, plan=plan)
     legal = legality(platform)
-    completed = platform.task.spec
-    on_fewer = completed.trial_nodes < completed.cluster.nodes
-    smaller = SmallerTask(platform, completed.trial_nodes) if on_fewer else None
+    own = platform.task.spec
+    smaller = SmallerTask(platform, own.trial_nodes) if own.trial_nodes < own.cluster.nodes else None
     legal = replace(legal, rules=(*legal.rules, smaller.rule())) if smaller else legal
     about = (platform.task, platform.costs, platform.value_rules, platform.unmodelled, platform.devices, plan)
     space, predictions, known_s, baseline, is_usual, adds_baseline = plugins.kept(
-        partial(_predicted, platform, legal, on_usual, plan=plan), about
+        partial(_predicted, platform, legal, on_usual, completed, plan=plan), (*about, completed)
     )
     first, all_of = bounds(platform, space.axes, None), partial(same_for_all, True)  # what a cut space lacks
     first = tuple(replace(each, broken=all_of) if each.name in space.illegal else each for each in first)
@@ -84,10 +90,15 @@ def build_problem(
 
 
 def _predicted(
-    platform: Platform, legal: Legality, on_usual: OnUsual | None, *, plan: bool
+    platform: Platform,
+    legal: Legality,
+    on_usual: OnUsual | None,
+    completed: Mapping[str, KnobValue] | None,
+    *,
+    plan: bool,
 ) -> tuple[Space, Predictions, float, Candidate, bool, bool]:
     """Return the space, its predictions, the time that bounds it, the baseline, and `Problem`'s two facts about it."""
-    baseline, is_usual = _baseline(platform, legal, on_usual)
+    baseline, is_usual = _baseline(platform, legal, on_usual, completed)
     values = baseline.as_dict()
     axes = tuple(replace(axis, extra_values=(values[axis.knob],)) for axis in legal.axes)
     built = partial(build, axes, legal.rules, legal.merges, first=[knob.name for knob in platform.task.knobs])
@@ -248,8 +259,11 @@ def lacks_margin(task: Task, predictions: Predictions) -> BoolArray:
     return predictions.share_in_use > (np.inf if has_budget else PLANNED_SHARE)
 
 
-def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> tuple[Candidate, bool]:
-    """Return the baseline of the spec, or else the candidate that an expert would choose without measuring.
+def _baseline(
+    platform: Platform, legal: Legality, on_usual: OnUsual | None, completed: Mapping[str, KnobValue] | None
+) -> tuple[Candidate, bool]:
+    """Return the baseline of an earlier call or the spec, or else the candidate that an expert would choose without
+    measuring.
 
     Also return whether the spec or the engine's usual space has it.
 
@@ -258,6 +272,9 @@ def _baseline(platform: Platform, legal: Legality, on_usual: OnUsual | None) -> 
     it is the one that needs the least memory.
     """
     task, engine = platform.task, platform.engine
+    if completed is not None:  # knobs that are newer than the earlier call have their neutral value
+        values = {axis.knob: completed.get(axis.knob, axis.neutral) for axis in legal.axes}
+        return _given_baseline(platform, values, legal), True
     if task.spec.baseline is not None:
         return _given_baseline(platform, task.spec.baseline, legal), True
     usual_task = replace(task, spec=replace(task.spec, space=engine.usual_space(task.for_engine())))

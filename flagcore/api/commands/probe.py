@@ -98,7 +98,7 @@ def _problem(spec: Spec, loaded: LoadedPlugins, engine: Engine, candidate: str |
     if candidate is not None and candidate != "baseline" and not candidate.isdecimal():
         columns, _named = parse_candidate(candidate, problem)
         given_values = as_candidate(problem.space.axes, columns).as_dict()
-        problem, candidate = build_problem(replace(spec, baseline=given_values), loaded, engine), "baseline"
+        problem, candidate = build_problem(spec, loaded, engine, completed=given_values), "baseline"
     require_launchable(problem)
     warn_about_problem(problem)
     return problem, candidate

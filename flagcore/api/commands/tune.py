@@ -153,7 +153,7 @@ class _EngineRun:
                 probe_strategy=plugins.strategy(PROBE_STRATEGY),
             )
             try:
-                result = run_loop(replace(self.spec, baseline=self._baseline()), dependencies)
+                result = run_loop(self.spec, dependencies, self._completed_baseline())
                 outcome = self._save(result)
                 self.watchers.finish(outcome.data)
             finally:
@@ -200,11 +200,14 @@ class _EngineRun:
         named_files = [str(Path(directory, word)) for word in words if os.path.isfile(Path(directory, word))]
         return named_files + ([str((self.base / model).resolve())] if words and isinstance(model, str) else [])
 
-    def _baseline(self) -> Mapping[str, KnobValue] | None:
-        """Return the baseline of the resumed run, or else of the spec. Raises RunError if the storage differs."""
+    def _completed_baseline(self) -> Mapping[str, KnobValue] | None:
+        """Return the baseline of the run that is resumed, or None. Raises RunError if the storage differs.
+
+        The baseline of the spec stays as the user wrote it: engines pass the user's values on to their programs.
+        """
         identity = None if self.new else self.directory.identity()
         if identity is None:
-            return self.spec.baseline
+            return None
         fixed_fields = identity["fixed"]
         if fixed_fields.get("storage") != self.storage:
             storage = redact_text(fixed_fields.get("storage") or "its own journal")
@@ -212,7 +215,7 @@ class _EngineRun:
             raise RunError(_(text, folder=self.directory.path, storage=storage))
         same_spec = identity["task"].get("spec") == redact_data(inputs.without_budget(self.data))
         baseline: Mapping[str, KnobValue] | None = fixed_fields.get("baseline")
-        return baseline if same_spec else self.spec.baseline
+        return baseline if same_spec else None
 
     def _open_store(self, problem: Problem) -> OptunaStore:
         """Lock the run's folder, claim it for this task, and return the store with the trials of earlier calls."""
