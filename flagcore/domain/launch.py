@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from flagcore.domain.chip import USUAL_DEVICES
 from flagcore.domain.files import open_regular
 from flagcore.domain.secrets import redact_text
 from flagcore.domain.trial import TimeLimit, TrialState
@@ -69,7 +70,7 @@ class Start:
     `words`: the command.
     `image`: the container image if its entry point is not known. `words` are its arguments then.
     `envs`: the environment variables whose values are known. `unset`: those that are read, but are not set.
-    `devices`: the number of devices per host. None if it is unknown.
+    `devices`: the number of devices per host. None if it is unknown; `usual_devices` is that of most hosts of the chip.
     `hosts`, `instances`: the number of hosts, and of copies of the program.
     `version`: the engine release in the tag of the container image.
     `script`: the script that contains the command.
@@ -85,6 +86,7 @@ class Start:
     envs: Mapping[str, str] = field(default_factory=dict)
     unset: tuple[str, ...] = ()
     devices: int | None = None
+    usual_devices: int = USUAL_DEVICES
     hosts: int = 1
     instances: int = 1
     version: str = ""

@@ -177,14 +177,17 @@ def read_command(
     """
     from flagcore.api.commands.importing import check_imported
     from flagcore.api.inputs import check_chips
+    from flagcore.domain.chip import USUAL_DEVICES
     from flagcore.domain.secrets import redact_data
-    from flagcore.plugins import find_engine
+    from flagcore.plugins import find_engine, load_plugins
     from flagcore.spec.models import absolute_model
     from flagcore_importers.reader import convert
 
     engines = {engine: commands_of(find_engine(engine))} if engine else _readers()
     path = absolute_model(model, Path()) if model is not None else None
-    spec = convert(engines, words, text, path, command_readers)
+    known_chip = load_plugins().find_chip(chip) if chip is not None else None
+    usual = known_chip.devices_per_node if known_chip else USUAL_DEVICES
+    spec = convert(engines, words, text, path, command_readers, usual)
     if chip is not None:
         spec.data["cluster"]["chip"] = chip
     spec = replace(spec, data=redact_data(spec.data))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from flagcore.contracts import Commands, ImportedSpec
+from flagcore.domain.chip import USUAL_DEVICES
 from flagcore.domain.launch import Start
 from flagcore.domain.secrets import is_secret, redact_text, secrets_in_arguments
 from flagcore.domain.units import LONGEST_TEXT
@@ -36,12 +37,14 @@ def convert(
     text: str,
     model: str | None,
     known: Callable[[], Sequence[str]],
+    usual_devices: int = USUAL_DEVICES,
 ) -> ImportedSpec:
     """Return the spec whose baseline is a command, or a file with one, that starts an engine.
 
     `engines`: those that it may start. `words`: the command as one text or as several words, or the path of a file.
     `text`: the content of the file in place of `words`. `model`: the path of the model if the command does not contain
-    it. `known`: returns the names of all engines whose commands can be read, for errors. Raises SpecError, UsageError.
+    it. `known`: returns the names of all engines whose commands can be read, for errors. `usual_devices`: of a host of
+    the chip. Raises SpecError, UsageError.
     """
     words, content = _command(words, text)
     programs = [*Reader(images=images_of(engines), directory=os.getcwd()).programs(words, content)]
@@ -60,7 +63,7 @@ def convert(
         raise UsageError(_("the command has {n} words: give at most {most}", n=len(start.words), most=MAX_WORDS))
     conversion = _Conversion(
         engine=engines[name],
-        start=start,
+        start=replace(start, usual_devices=usual_devices),
         model=model,
         text=content or shlex.join(words),
         others=others(engines[name], given.starts),

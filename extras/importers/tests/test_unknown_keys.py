@@ -251,3 +251,12 @@ def test_a_word_that_is_too_long_for_a_path_is_a_word_of_the_command() -> None:
     given = read_command(None, ["vllm", "serve", "Qwen/Qwen3-8B", "--compilation-config", long], chip="H100-SXM")
 
     assert "switch_39" in str(given.data)
+
+
+@pytest.mark.parametrize(
+    ("chip", "hosts"), [("H100-SXM", (1, 8)), ("GB200", (2, 4)), ("GB10", (8, 1)), ("910C", (1, 8))]
+)
+def test_a_server_spans_hosts_of_the_size_of_its_chip(chip: str, hosts: tuple[int, int]) -> None:
+    cluster: Any = read_command(None, ["vllm", "serve", "Qwen/Qwen3-235B-A22B", "-tp", "8"], chip=chip).data["cluster"]
+
+    assert (cluster.get("nodes", 1), cluster["devices_per_node"]) == hosts

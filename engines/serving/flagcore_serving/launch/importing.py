@@ -12,7 +12,6 @@ from typing import Any
 from flagcore_importers.programs import strip_dashes
 from flagcore_models.public import find_public
 
-from flagcore.domain.chip import USUAL_DEVICES
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Start
 from flagcore.domain.secrets import redact_text
@@ -80,7 +79,8 @@ def spec_of_command(
         baseline = {TP: 1, **baseline}
     data = {"model": path, "cluster": cluster, "serve": serve, "auto_tuner": {"baseline": baseline}}
     if start.prefill:
-        _add_prefill(engine, data, spec_of_command(engine, start.prefill, directory, path)[0], notes)
+        prefill = replace(start.prefill, usual_devices=start.usual_devices)
+        _add_prefill(engine, data, spec_of_command(engine, prefill, directory, path)[0], start.usual_devices, notes)
     elif half := start.role or role(engine, start.words):
         for name in _without_role(engine, engine_args, notes):
             notes.note(f"--{name}", f"dropped: a {half} half that runs alone transfers nothing", "serve.engine_args")
@@ -148,13 +148,16 @@ def _of_one_server(start: Start, devices: int, hosts: int) -> Start:
     return replace(start, instances=1, hosts=start.instances) if is_one else start
 
 
-def _add_prefill(engine: EngineProfile, data: dict[str, Any], other: dict[str, Any], notes: Notes) -> None:
-    """Add the servers of the spec `other`, which only prefill, to those of the spec `data`, which only decode."""
+def _add_prefill(engine: EngineProfile, data: dict[str, Any], other: dict[str, Any], usual: int, notes: Notes) -> None:
+    """Add the servers of the spec `other`, which only prefill, to those of the spec `data`, which only decode.
+
+    `usual`: the devices of a host of usual size.
+    """
     names = {INSTANCES: "", TP: "xtp", PP: "pp", DP: "dp", EP: "ep"}
     baseline = data["auto_tuner"]["baseline"]
     layouts = [{name: each.pop(name, 1) for name in names} for each in (other["auto_tuner"]["baseline"], baseline)]
     kinds = ["".join(f"{text}{layout[name]}" for name, text in names.items()) for layout in layouts]
-    data["cluster"] |= _common_cluster(*(each["cluster"] for each in (other, data)))
+    data["cluster"] |= _common_cluster(usual, *(each["cluster"] for each in (other, data)))
     arguments = data["serve"]["engine_args"]
     transfers = next((knob.words for knob in engine.knobs if knob.name == TRANSFER), ())
     for name, value in _without_role(engine, arguments, notes).items():
@@ -166,11 +169,11 @@ def _add_prefill(engine: EngineProfile, data: dict[str, Any], other: dict[str, A
     notes.note(PREFILL_DECODE, text, f"auto_tuner.baseline.{PREFILL_DECODE}")
 
 
-def _common_cluster(*clusters: Mapping[str, int]) -> dict[str, int]:
-    """Return the hosts that have the devices of several clusters."""
+def _common_cluster(usual: int, *clusters: Mapping[str, int]) -> dict[str, int]:
+    """Return the hosts that have the devices of several clusters. `usual`: the devices of a host of usual size."""
     nodes, widths = ([each.get(name, 1) for each in clusters] for name in ("nodes", "devices_per_node"))
     total = sum(map(mul, nodes, widths))
-    width = total if total <= USUAL_DEVICES and max(nodes) == 1 else max(widths)
+    width = total if total <= usual and max(nodes) == 1 else max(widths)
     return {"nodes": -(-total // width), "devices_per_node": width}
 
 
@@ -208,11 +211,11 @@ def _cluster(devices: int, hosts: int, local: int, start: Start, notes: Notes) -
     hosts = max(hosts, start.hosts * start.instances if start.hosts > 1 else 1)
     if hosts > 1 and devices % hosts == 0:
         each = devices // hosts
-    elif start.instances > 1 and devices <= USUAL_DEVICES:
+    elif start.instances > 1 and devices <= start.usual_devices:
         each = devices
-    elif each is None and devices > USUAL_DEVICES and devices % USUAL_DEVICES == 0:
-        each = USUAL_DEVICES
-        notes.note(key, f"{USUAL_DEVICES} is assumed: {devices} devices on hosts of usual size", key)
+    elif each is None and devices > start.usual_devices and devices % start.usual_devices == 0:
+        each = start.usual_devices
+        notes.note(key, f"{each} is assumed: {devices} devices on hosts of usual size", key)
     if each and devices > each and devices % each == 0:
         return {"nodes": devices // each, "devices_per_node": each}
     notes.note(key, "is the number of devices that the command uses", key)
