@@ -356,8 +356,9 @@ class DeepSpeed(Trainer):
         """Return the global batch size, the number of micro-batches, and the size of groups.
 
         accelerate sets a number of micro-batches that is missing to 1 (1.15.0 `utils/dataclasses.py`), with which
-        DeepSpeed refuses the global batch size. A group of 1 is left out. Before its groups exist, AutoTP counts all ranks as replicas. `data_parallel_size` is
-        left out: with it, DeepSpeed does not add gradients up over the ranks of a sequence.
+        DeepSpeed refuses the global batch size. A group of 1 is left out. Before its groups exist, AutoTP counts all
+        ranks as replicas. `data_parallel_size` is left out: with it, DeepSpeed does not add gradients up over the ranks
+        of a sequence.
         """
         values, batch = candidate.as_dict(), task.spec.train.global_batch_size
         tensor, sequence = (int(values.get(name) or 1) for name in (AUTOTP, ULYSSES))

@@ -39,6 +39,8 @@ def framework_of(words: Sequence[str]) -> str | None:
 def has_tiled_loss(spec: Spec) -> bool:
     """Return whether head and loss run on tiles of the logits, by the framework of a spec's command or its settings."""
     name = framework_of(spec.train.command or ())
+    if spec.train.settings.get(TILED_LOSS):
+        return True
     if name is None or TILED_LOSS not in TABLES[name]["keys"]:
         return bool(TABLES[name].get(TILED_LOSS) if name else spec.train.assumed.get(TILED_LOSS))
     has_kernel = re.search(TABLES[name].get("tiled_families", ""), spec.model.family)

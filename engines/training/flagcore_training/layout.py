@@ -83,10 +83,10 @@ class Options:
     are freed before those of the model are computed. With `in_place_loss`, the loss works in place on 16-bit logits;
     with `copied_loss`, its backward copies the fp32 probabilities. With `tiled_loss`, backward computes the head again,
     on tiles of its logits. Plain layers without stages keep `host_activations` on the host until backward: all that
-    autograd stores, or the checkpoints of layers. They run head and loss on `loss_parts` parts of the tokens, one after another. With `fused_layers`,
-    their norms and gates are kernels, with `autocast`, trained weights are in fp32 and its casts compute. With
-    `rope_fusion`, transformer-engine's layers rotate queries and keys by one kernel. With `one_by_one`, other
-    operations on the sequences of a pack run on each of them.
+    autograd stores, or the checkpoints of layers. They run head and loss on `loss_parts` parts of the tokens, one after
+    another. With `fused_layers`, their norms and gates are kernels, with `autocast`, trained weights are in fp32 and
+    its casts compute. With `rope_fusion`, transformer-engine's layers rotate queries and keys by one kernel. With
+    `one_by_one`, other operations on the sequences of a pack run on each of them.
     """
 
     schedule: str | None = None
