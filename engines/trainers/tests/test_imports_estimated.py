@@ -1,4 +1,4 @@
-"""What an importer of this room writes from an example, its own estimate accepts: each example of its tests is listed."""
+"""What an importer of this room writes from an example of its tests, its own estimate accepts."""
 
 from pathlib import Path
 
