@@ -89,6 +89,7 @@ Word = Annotated[str, Len(1, 200)]
 Value = Annotated[str, Len(0, 100_000)]
 LONGEST_TEXT = 4096
 Text = Annotated[str, Len(1, LONGEST_TEXT)]
+Argument = Annotated[str, Len(0, LONGEST_TEXT)]
 Rate = Annotated[float, Interval(ge=1_000_000, le=10**15), InUnits(BYTES_PER_SECOND, "50GB/s")]
 Latency = Annotated[float, Interval(gt=0, le=1), InUnits(SECONDS, "5us")]
 Speed = Annotated[float, Interval(ge=0.01, le=100)]

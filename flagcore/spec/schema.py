@@ -22,7 +22,7 @@ from flagcore.domain.files import read_regular
 from flagcore.domain.knob import Knob
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Adapter, Control, Precision, Target, TrainSpec
-from flagcore.domain.units import Text, Word
+from flagcore.domain.units import Argument, Word
 from flagcore.domain.work import Lengths, Work
 from flagcore.i18n import _
 from flagcore.spec.clusters import ClusterSection, cluster_of
@@ -143,7 +143,7 @@ class TrainJob(RecordSection):
 class TrainSection(TrainJob):
     """The training job."""
 
-    command: Annotated[list[Text], Field(min_length=1)] | None = None
+    command: Annotated[list[Argument], Field(min_length=1)] | None = None
     """Your launch command as a list of words, run without a shell; null: flagcore's trial program."""
     directory: Folder | None = None
     """Working directory of `command`; null: the folder of the spec file."""

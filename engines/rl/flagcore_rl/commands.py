@@ -42,6 +42,7 @@ class Dialect(dialect.Dialect):
     stands_for: str = ""
     packs: bool = True
     per_update: bool = False
+    of_command: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @cache

@@ -61,6 +61,9 @@ class Reading(dialect.Reading):
         given = dialect.read_given(self.command.dialect, words, directory)
         self.trainer = trainer_of(self.command.dialect, given, words)
         super().__init__(self.command.dialect, given, {}, self.trainer)
+        for pattern, own in self.command.dialect.of_command.items():
+            if re.search(pattern, " ".join(words)):
+                self.defaults = {**self.defaults, **own}
 
     def baseline(self, knobs: Sequence[Knob]) -> dict[str, Any]:
         """Return the values of knobs."""

@@ -19,7 +19,7 @@ from flagcore.domain.metrics import LATENCIES, STATISTICS
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import AUTO, COST, SERVING, Control
 from flagcore.domain.trial import ESTIMATE
-from flagcore.domain.units import SECONDS, Devices, Seconds, Text, Value, Word, parse_amount
+from flagcore.domain.units import SECONDS, Argument, Devices, Seconds, Text, Value, Word, parse_amount
 from flagcore.errors import SpecError, UsageError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.spec.knobs import knobs_of_engine, listed_type, section_of, value_type
@@ -87,7 +87,7 @@ class ServeSection(Section):
     """Path of the weights (Hugging Face directory or GGUF file); null: the path of the model."""
     adapters: list[Folder] = Field(default=[], max_length=1_000)
     """Folders of adapters (LoRA) that the server loads, in the format of PEFT, relative to the spec."""
-    command: Annotated[list[Text], Field(min_length=1)] | None = None
+    command: Annotated[list[Argument], Field(min_length=1)] | None = None
     """Program that starts one server, without flags; null: the engine's default."""
     directory: Folder | None = None
     """Working directory of the command; null: the folder of the spec."""

@@ -353,14 +353,17 @@ class DeepSpeed(Trainer):
         return (Merge(name="ignored_by_stage", knobs=(ZERO, *neutral), canonical=canonical),)
 
     def further_keys(self, task: Task, candidate: Candidate) -> dict[str, Any]:
-        """Return the global batch size, of which DeepSpeed derives the number of micro-batches, and the size of groups.
+        """Return the global batch size, the number of micro-batches, and the size of groups.
 
-        A size of 1 is left out. Before its groups exist, AutoTP counts all ranks as replicas. `data_parallel_size` is
-        left out: with it, DeepSpeed does not add gradients up over the ranks of a sequence.
+        accelerate sets a number of micro-batches that is missing to 1 (1.15.0 `utils/dataclasses.py`), with which
+        DeepSpeed refuses the global batch size. A group of 1 is left out. Before its groups exist, AutoTP counts all
+        ranks as replicas. `data_parallel_size` is left out: with it, DeepSpeed does not add gradients up over the ranks
+        of a sequence.
         """
         values, batch = candidate.as_dict(), task.spec.train.global_batch_size
         tensor, sequence = (int(values.get(name) or 1) for name in (AUTOTP, ULYSSES))
-        keys: dict[str, Any] = {"train_batch_size": batch * tensor, "gradient_accumulation_steps": None}
+        microbatches = int(self.numbers(task, self.columns(task, values))["gradient_accumulation_steps"][0])
+        keys: dict[str, Any] = {"train_batch_size": batch * tensor, "gradient_accumulation_steps": microbatches}
         if tensor == 1:
             keys["tensor_parallel.autotp_size"] = None
         return keys | {"data_parallel_size" if sequence > 1 else "sequence_parallel_size": None}

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.space import KnobValue
-from flagcore.domain.units import Text, Word
+from flagcore.domain.units import Argument, Text, Word
 from flagcore.errors import SpecError, join_errors
 from flagcore.spec.plain_data import KeyPath, spec_error
 from flagcore.spec.validate import Context, Section, located, rule, validated
@@ -121,7 +121,7 @@ class ProgramSection(Section):
     """Configuration file (JSON or YAML) relative to `directory`; trials get a changed copy in their folder."""
     fixed: Annotated[dict[Meaning, Number], Field(default={})]
     """Meanings that have the same number in all trials, such as zero_stage: 3."""
-    trial_args: Annotated[list[Text], Field(default=[])]
+    trial_args: Annotated[list[Argument], Field(default=[])]
     """Arguments of trials only, such as --max-steps and {steps}, which stands for the number of steps."""
     trial_keys: Annotated[dict[Text, Any], Field(default={})]
     """Keys of the configuration file with their values in trials only, such as those that turn checkpoints off."""

@@ -60,7 +60,7 @@ def test_a_candidate_is_a_changed_copy_of_the_configuration(tmp_path: Path, flag
         assert written["zero_optimization"] == zero
         assert written["train_micro_batch_size_per_gpu"] == 2
         assert (written["train_batch_size"], written["url"]) == (8, "http://a#b")
-        assert "gradient_accumulation_steps" not in written
+        assert written["gradient_accumulation_steps"] == (written["train_batch_size"] // 2) // job.cluster.devices
         assert written.get("steps_per_print") == (None if for_real else 1)
     assert (tmp_path / "ds.json").read_text() == CONFIG
     space = DEEPSPEED.usual_space(job)

@@ -293,6 +293,49 @@ def test_large_logits_name_the_fused_loss_where_it_is_not_predicted(
     assert frameworks.has_tiled_loss(task.spec) == (not left_out)
 
 
+ACCELERATE = "accelerate launch --num_processes 2 --use_fsdp --fsdp_version 2 -m trl.scripts.sft --model_name_or_path "
+ACCELERATE += "Qwen/Qwen3-4B --dataset_name x --output_dir o --max_length 4096 "
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        (
+            "llamafactory-cli train own.yaml gradient_checkpointing=false --run_name ''",
+            {"activation_checkpointing": "full"},
+        ),
+        ("llamafactory-cli train own.yaml disable_gradient_checkpointing=true", {"activation_checkpointing": "none"}),
+        (f"{ACCELERATE} --activation_checkpointing false", {"activation_checkpointing": "none"}),
+        (f"{ACCELERATE} --gradient_checkpointing false", {"activation_checkpointing": "none"}),
+        (
+            ACCELERATE.replace(" -m ", " --fsdp_offload_params true --parallelism_config_cp_size 2 -m "),
+            {"cpu_offload": True, "context_parallel_size": 2},
+        ),
+    ],
+)
+def test_a_setting_is_read_under_the_name_that_its_program_reads(
+    folder: Path, words: str, values: dict[str, Any]
+) -> None:
+    (folder / "own.yaml").write_text(FACTORY)
+    data = read_command(None, [words], chip="H100-SXM").data
+    found = open_spec(data, None, (), plan=True).problem.baseline.as_dict()
+    assert found | values == found
+
+
+@pytest.mark.parametrize(
+    "key", ["--gradient_checkpointing_kwargs.offload true", "--fsdp_activation_checkpointing_offload true"]
+)
+def test_only_checkpoints_are_offloaded_where_only_these_are(folder: Path, key: str) -> None:
+    def gib(checkpoints: str, further: str) -> float:
+        words = ACCELERATE.replace(" -m ", f" {further} -m ") if "fsdp_" in further else f"{ACCELERATE}{further}"
+        data = read_command(None, [words], chip="H100-SXM").data
+        data["auto_tuner"]["baseline"] |= {"activation_checkpointing": checkpoints, "micro_batch_size": 1}
+        return float(estimate(data, top=1).baseline["memory"]["device_used_gib"])
+
+    assert gib("full", key) < gib("full", "") - 0.1
+    assert gib("none", key) == gib("none", "")
+
+
 @pytest.mark.parametrize(
     ("line", "key", "word"),
     [

@@ -39,6 +39,8 @@ def framework_of(words: Sequence[str]) -> str | None:
 def has_tiled_loss(spec: Spec) -> bool:
     """Return whether head and loss run on tiles of the logits, by the framework of a spec's command or its settings."""
     name = framework_of(spec.train.command or ())
+    if spec.train.settings.get(TILED_LOSS):
+        return True
     if name is None or TILED_LOSS not in TABLES[name]["keys"]:
         return bool(TABLES[name].get(TILED_LOSS) if name else spec.train.assumed.get(TILED_LOSS))
     has_kernel = re.search(TABLES[name].get("tiled_families", ""), spec.model.family)
@@ -62,10 +64,12 @@ def has_torch_attention(spec: Spec) -> bool:
     return name is not None and "flash_2" in TABLES[name]["keys"] and not _is_on(spec, name, "flash_2")
 
 
-def keeps_activations_on_host(spec: Spec) -> bool:
-    """Return whether autograd's tensors go to the host until backward, by the framework of a spec's command."""
+def keeps_activations_on_host(spec: Spec) -> str:
+    """Return which of autograd's tensors go to the host until backward: "all", "checkpoints" or "", for none."""
     name = framework_of(spec.train.command or ())
-    return name is not None and _is_on(spec, name, "host_activations")
+    if name is None or _is_on(spec, name, "host_activations"):
+        return "all" if name else ""
+    return "checkpoints" if _is_on(spec, name, "host_checkpoints") else ""
 
 
 def moment_bytes(spec: Spec) -> float | None:
@@ -104,7 +108,7 @@ def _dialect(framework: str, *, on_megatron: bool) -> Dialect:
     row, keys = TABLES[framework], dict[str, Any]()
     first = {**{name: (name,) for name in SIZES}, **row.get("megatron_keys", {})} if on_megatron else {}
     for name, names in [*first.items(), *row["keys"].items(), *COMMON["keys"].items()]:
-        keys[name] = (*keys.get(name, ()), *names)
+        keys[name] = (*keys.get(name, ()), *(each for each in names if each not in row.get("ignored", ())))
     own = (*SIZES, *(MEGATRON_NAMES if on_megatron else ()))
     keys = {**{name: (name,) for name in own}, **keys, **{f"refused {name}": (name,) for name in row["refused"]}}
     tables: dict[str, Any] = {name: {**COMMON[name]} for name in ("harmless", "named", "why")}
@@ -134,7 +138,7 @@ class Reading(dialect.Reading):
         mark, variables = self.row.get("megatron", "$^"), {"use_mca", "use_megatron_bridge"}
         self.on_megatron = bool(re.search(mark, self.text) or mark in given or variables & {*around})
         super().__init__(_dialect(framework, on_megatron=self.on_megatron), given, around)
-        self.drop("host_activations")  # their transfers take no predicted time
+        self.drop("host_activations", "host_checkpoints")  # their transfers take no predicted time
         others = [name for name, is_narrow in self.found("moments").items() if not is_narrow]
         self._dropped |= {each for each in others if not self.dialect.is_harmless(each, self.given[each])}
 

@@ -82,11 +82,11 @@ class Options:
     `Training.precision_of` lists the names (and "head"). With `frees_mtp_logits`, the logits of multi-token prediction
     are freed before those of the model are computed. With `in_place_loss`, the loss works in place on 16-bit logits;
     with `copied_loss`, its backward copies the fp32 probabilities. With `tiled_loss`, backward computes the head again,
-    on tiles of its logits. With `host_activations`, plain layers without stages keep what autograd stores on the host
-    until backward. They run head and loss on `loss_parts` parts of the tokens, one after another. With `fused_layers`,
-    their norms and gates are kernels, with `autocast`, trained weights are in fp32 and its casts compute. With
-    `rope_fusion`, transformer-engine's layers rotate queries and keys by one kernel. With `one_by_one`, other
-    operations on the sequences of a pack run on each of them.
+    on tiles of its logits. Plain layers without stages keep `host_activations` on the host until backward: all that
+    autograd stores, or the checkpoints of layers. They run head and loss on `loss_parts` parts of the tokens, one after
+    another. With `fused_layers`, their norms and gates are kernels, with `autocast`, trained weights are in fp32 and
+    its casts compute. With `rope_fusion`, transformer-engine's layers rotate queries and keys by one kernel. With
+    `one_by_one`, other operations on the sequences of a pack run on each of them.
     """
 
     schedule: str | None = None
@@ -146,7 +146,7 @@ class Options:
     graphs: frozenset[str] = frozenset()
     cross_entropy_fusion: bool = False
     tiled_loss: bool = False
-    host_activations: bool = False
+    host_activations: str = ""
     autocast: bool = False
     fused_layers: bool = False
     loss_parts: float = 1.0

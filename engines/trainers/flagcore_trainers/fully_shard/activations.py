@@ -96,7 +96,8 @@ def activations(job: MemoryInputs) -> Activations:
     stored = sum((found[layer].stored * number for layer, number in layer_counts(model).items()), embeddings)
     if job.host_activations:
         largest = np.max([each.stored for each in found.values()], axis=0)
-        stored = np.minimum(stored, np.where(job.checkpointing == 2, 2.0, 1.0) * largest)
+        on_host = np.minimum(stored, np.where(job.checkpointing == 2, 2.0, 1.0) * largest)
+        stored = np.where((job.checkpointing == 2) | (job.host_activations == "all"), on_host, stored)
     return Activations(
         stored=stored,
         embeddings=embeddings,

@@ -61,7 +61,7 @@ class MemoryInputs:
     `compiled_loss`: whether the loss is one kernel per pass, which reads and writes 16-bit logits.
     `loss_parts`: parts of the tokens of which head and loss run one after another, with their backward.
     `tiled_loss`: whether head and loss run on tiles of `TILE` logits at most, which backward computes again in place.
-    `host_activations`: whether what autograd stores is on the host until backward.
+    `host_activations`: what autograd stores on the host until backward: all, or the checkpoints of layers.
     `split_tokens`: whether tensor-parallel ranks divide the tokens between blocks.
     `gradients_wait`: whether the gradients of a layer's weights wait until all are there, to be reduced together.
     `casts`: whether autocast computes with fp32 weights: it keeps its casts of all layers until the loss is computed.
@@ -93,7 +93,7 @@ class MemoryInputs:
     compiled_loss: bool = False
     loss_parts: float = 1.0
     tiled_loss: bool = False
-    host_activations: bool = False
+    host_activations: str = ""
     split_tokens: BoolArray | bool = True
     gradients_wait: bool = True
     whole_gradients: bool = False
