@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
-from flagcore_models.layers import latent_layers, other_mixers
+from flagcore_models.layers import indexer_of, latent_layers, other_mixers
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_training.knobs import RuleTable
 from flagcore_training.layout import WHOLE_STEP
@@ -97,6 +97,11 @@ def _length_rules(task: Task) -> Iterator[Rule]:
     version, mixers = release(task.spec), other_mixers(task.spec.model)
     is_old = bool(version) and in_versions("<0.18", version) and any(isinstance(each, GatedDeltaNet) for each in mixers)
     yield rule("context_parallel_delta_net", lambda c: (c[CP] > 1) & is_old)
+    is_other = settings_in_force(task.spec)["cp_comm_type"] != "all_gather" or (
+        version and in_versions("<0.19", version)
+    )
+    has_indexer = indexer_of(task.spec.model) is not None
+    yield rule("context_parallel_indexer", lambda c: (c[CP] > 1) & (has_indexer and bool(is_other)))
     yield rule("context_length", lambda c: (c[CP] > 1) & (length % (2 * c[CP]) != 0), length=length)
     yield rule("sequence_length", lambda c: (c[SP] == 1) & (length % (c[TP] * c[CP]) != 0), length=length)
     yield rule("moe_sequence_parallel", lambda c: (c[TP] > 1) & (c[SP] == 0) & (experts > 0))

@@ -10,6 +10,7 @@ from flagcore_megatron.space.knobs import candidate_columns
 from flagcore_megatron.space.meshes import MESHES
 from flagcore_megatron.space.options import options
 from flagcore_megatron.space.split import Split
+from flagcore_models.catalogue import public_model
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_models.mixers.mamba2 import Mamba2
 
@@ -74,6 +75,8 @@ HYBRID = dataclasses.replace(tasks.DENSE, layers=(MAMBA, layer_of(tasks.DENSE, N
 OLD_PATTERN = {"model": HYBRID, "engine_version": "0.16.0"}
 DELTA = mixed(tasks.DENSE, GatedDeltaNet(key_heads=4, value_heads=4, key_dim=8, value_dim=8, kernel=4), 2)
 OLD = {"engine_version": "0.17.1"}
+INDEXED = {"model": public_model("deepseek-ai/DeepSeek-V3.2"), "devices": 4}
+GATHERS = {**INDEXED, "settings": {"cp_comm_type": "all_gather"}}
 BARS = {"settings": {"hybrid_layer_pattern": "M-|M-"}}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "the sizes make up the devices": ("world_size", {DP: 1, TP: 2}, {DP: 2, TP: 2}, {}),
@@ -96,6 +99,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "a sequence on one device may be odd": ("context_length", {CP: 2}, {CP: 1}, {"seq_length": 101}),
     "local attention has no context parallelism": ("context_parallel_implementation", {CP: 2}, {CP: 1}, LOCAL),
     "states were not split by context": ("context_parallel_delta_net", {CP: 2}, {CP: 1}, {"model": DELTA, **OLD}),
+    "indexers are not split by context": ("context_parallel_indexer", {CP: 2}, {CP: 1}, {**GATHERS, **OLD}),
+    "indexers gather the context": (
+        "context_parallel_indexer",
+        {CP: 2},
+        {CP: 1},
+        {**INDEXED, "settings": {"cp_comm_type": "p2p"}},
+    ),
     "a sequence is split evenly": ("sequence_length", {TP: 4, SP: True}, {TP: 4}, {"seq_length": 102}),
     "split experts need sequence parallelism": ("moe_sequence_parallel", {TP: 2}, {TP: 2, SP: True}, experts()),
     "layers are split evenly over the stages": ("pipeline_stages", {PP: 3}, {PP: 2}, {"devices": 6}),
