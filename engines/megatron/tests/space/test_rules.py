@@ -131,6 +131,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "depths are recomputed singly": ("multi_token_recompute", {**UNIFORM, LAYERS: 2}, {**UNIFORM, LAYERS: 1}, DEPTH),
     "block recompute leaves depths out": ("multi_token_recompute", {**UNIFORM, LAYERS: 2}, {**BLOCK, LAYERS: 2}, DEPTH),
+    "the last chunk may be shorter": (
+        "uniform_recompute",
+        {**UNIFORM, LAYERS: 3},
+        {**UNIFORM, LAYERS: 2},
+        {"space": {LAYERS: (2, 3)}, "engine_version": "0.16.1"},
+    ),
     "block recompute need not fill a stage": ("uniform_recompute", {**UNIFORM, LAYERS: 3}, {**BLOCK, LAYERS: 3}, {}),
     "gathered weights need shards": ("overlap_param_gather", {}, SHARDED, experts(**GATHER)),
     "gathered fp8 weights need shards": ("fp8_param_gather", {}, SHARDED, experts(fp8_param_gather=True)),
@@ -185,6 +191,15 @@ def test_a_fork_states_the_layers_of_stages_and_brings_context_parallelism() -> 
     assert not broken({PP: 2, CP: 2}, **job)
     assert broken({PP: 4}, **job) == {"pipeline_stages", "listed_stages"}
     assert "listed_stages" in broken({PP: 1}, **job)  # a rank would build the layers of its own number only
+
+
+@pytest.mark.parametrize("release", [None, "0.17.1", "0.19.0"])
+def test_given_chunks_need_not_divide_the_layers_since_0_17(release: str | None) -> None:
+    assert "uniform_recompute" not in broken({**UNIFORM, LAYERS: 3}, space={LAYERS: (3,)}, engine_version=release)
+    task = tasks.task(engine_version=release)
+    task = dataclasses.replace(task, spec=dataclasses.replace(task.spec, baseline={LAYERS: 3}))
+    columns = ENGINE.columns(task, {**UNIFORM, LAYERS: 3})
+    assert "uniform_recompute" not in {rule.name for rule in check(columns, ENGINE.rules(task), ())[1]}
 
 
 def test_every_rule_has_a_case() -> None:
