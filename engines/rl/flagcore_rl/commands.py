@@ -42,6 +42,7 @@ class Dialect(dialect.Dialect):
     stands_for: str = ""
     packs: bool = True
     per_update: bool = False
+    checks_offload: bool = False
 
 
 @cache
@@ -85,8 +86,8 @@ class Given:
             return []
         text = value if isinstance(value, str) else str(value)
         if self.dialect.style == "hydra":
-            name = word.partition("=")[0]
-            return [f"{name}={text}"]
+            name, equals, _old = word.partition("=")
+            return [f"{name}={text}" if equals else f"++{name.lstrip('+')}={text}"]  # the file may lack the key
         name = word.partition("=")[0] if word.startswith("--") else f"--{self._spelled(word)}"
         if self.dialect.bare and value is True:
             return [name]
