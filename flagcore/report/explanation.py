@@ -202,8 +202,8 @@ def memory_parts(found: Prediction) -> dict[str, float]:
         states = {N_("weights and optimizer"): static}
     parts = {
         **states,
-        N_("activations"): found.activation_bytes,
-        TEMPORARY if rest > 0.0 else FREED: rest,
+        N_("activations"): found.activation_bytes + min(rest, 0.0),  # less if some are freed before others exist
+        TEMPORARY: max(rest, 0.0),
         N_("allocator"): found.reserved_bytes - peak,
         N_("context and libraries"): found.device_used_bytes - found.reserved_bytes - unused,
         N_("outside of the engine's share, which is too small"): unused,
