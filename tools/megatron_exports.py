@@ -4,7 +4,8 @@
     python tools/megatron_exports.py tree 0.19.0
 
 The tree's `parse_args`, `validate_args` and `core_transformer_config_from_args` run with stand-ins for Transformer
-Engine and the device only. It needs torch, triton, einops and numpy, and Python 3.12 for 0.18 and later.
+Engine and the device only. It needs the packages that the tree imports (torch, triton, einops, six, regex and
+transformers), and Python 3.12 for 0.18 and later.
 """
 
 import argparse

@@ -335,8 +335,9 @@ def _step(
     copy_s: Callable[[float], float],
 ) -> tuple[dict[str, float], FloatArray]:
     """Return the seconds of the parts of a step, and bytes as in `MEMORY`: static ones of the trainer, and others of
-    the fuller device or phase, which also has the static ones where it holds less in all. `refit_s`: seconds in which the weights reach a rollout that is apart or not. `copy_s`:
-    seconds of a copy of so many bytes between host and device."""
+    the fuller device or phase, which also has the static ones where it holds less in all. `refit_s`: seconds in which
+    the weights reach a rollout that is apart or not. `copy_s`: seconds of a copy of so many bytes between host and
+    device."""
     work = job_of(task)
     passes = work.old_logprobs + work.reference + work.critic
     apart, staleness = values.get(roles.DEVICES), int(values.get(roles.STALENESS) or 0)

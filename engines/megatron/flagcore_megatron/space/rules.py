@@ -50,8 +50,9 @@ DIST_OPT_SETTINGS = ("overlap_param_gather", "fp8_param_gather", "use_precision_
 METHOD, RECOMPUTE_LAYERS = "recompute_method", "recompute_num_layers"
 EXPERT_OVERLAP = "overlap_moe_expert_parallel_comm"
 SHORT_CHUNKS_SINCE = ">=0.17"
-"""Releases in which the last chunk of uniform recompute may be shorter (`transformer_block.py` of core_v0.17.0; 0.16 runs
-past the last layer). Chunks that only a search would try divide the layers: others need more memory for the same."""
+"""Releases in which the last chunk of uniform recompute may be shorter (`transformer_block.py` of core_v0.17.0; 0.16
+runs past the last layer). Chunks that only a search would try divide the layers: others need more memory for the same.
+"""
 UNPIPED_MTP_OVERLAP_SINCE = ">=0.18"
 """Releases that overlap the communication of experts with multi-token prediction also without a pipeline.
 
