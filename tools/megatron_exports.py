@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from packaging.version import Version
@@ -77,7 +78,9 @@ def stand_ins() -> None:
     config._validate_dsa_kernel_backend_dependencies = lambda _name: None
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 8
+    torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_capability = lambda *_: (10, 0)
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=10, minor=0, name="stand-in")
 
 
 def problem(ranks: int, connections: str, words: list[str]) -> str:
