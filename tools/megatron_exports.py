@@ -68,9 +68,9 @@ def exported(job: dict[str, Any], release: str, folder: Path) -> tuple[int, str,
 
 def stand_ins() -> None:
     """Replace what needs Transformer Engine, its kernels or a device."""
-    import megatron.core.models.common.embeddings.rope_utils as rope  # type: ignore[import-not-found]
-    import megatron.core.transformer.transformer_config as config  # type: ignore[import-not-found]
-    import megatron.core.utils as utils  # type: ignore[import-not-found]
+    import megatron.core.models.common.embeddings.rope_utils as rope
+    import megatron.core.transformer.transformer_config as config
+    import megatron.core.utils as utils
     import torch
 
     utils.get_te_version = lambda: Version("2.17.0")
@@ -85,7 +85,7 @@ def stand_ins() -> None:
 
 def problem(ranks: int, connections: str, words: list[str]) -> str:
     """Return why Megatron-LM refuses arguments, or an empty text."""
-    import megatron.training.arguments as arguments  # type: ignore[import-not-found]
+    import megatron.training.arguments as arguments
 
     os.environ.update({"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"})
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
