@@ -190,7 +190,7 @@ def memory_parts(found: Prediction) -> dict[str, float]:
     The parts sum to `device_used_bytes`. Parts below `MIN_SHOWN` are left out.
     """
     components, static, peak = found.components, found.static_bytes, found.peak_allocated_bytes
-    rest = peak - static - found.activation_bytes
+    rest, unused = peak - static - found.activation_bytes, found.figures.get("unused_bytes", 0.0)
     if (cache := found.figures.get("kv_cache_bytes")) is not None:
         adapters = found.figures.get("adapter_bytes", 0.0)
         states = {N_("weights"): static - cache - adapters, N_("adapters"): adapters, N_("cache"): cache}
@@ -202,10 +202,11 @@ def memory_parts(found: Prediction) -> dict[str, float]:
         states = {N_("weights and optimizer"): static}
     parts = {
         **states,
-        N_("activations"): found.activation_bytes,
-        TEMPORARY if rest > 0.0 else FREED: rest,
+        N_("activations"): found.activation_bytes + min(rest, 0.0),  # less if some are freed before others exist
+        TEMPORARY: max(rest, 0.0),
         N_("allocator"): found.reserved_bytes - peak,
-        N_("context and libraries"): found.device_used_bytes - found.reserved_bytes,
+        N_("context and libraries"): found.device_used_bytes - found.reserved_bytes - unused,
+        N_("outside of the engine's share, which is too small"): unused,
     }
     return {name: size for name, size in parts.items() if abs(size) >= MIN_SHOWN}
 

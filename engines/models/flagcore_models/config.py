@@ -90,6 +90,7 @@ class Config(BaseModel):
     moe_bias: bool = False
     per_layer_config: dict[str, dict[str, Any]] | None = None
     num_attention_heads_per_layer: list[Size] | None = None
+    intermediate_sizes: list[NoSize] | None = None
     layer_types: str | list[str] | list[int] | None = None
     full_attention_interval: Size | None = None
     full_attention_offset: NoLayers | None = None
@@ -207,7 +208,7 @@ class Config(BaseModel):
     ) -> tuple[Layer, ...]:
         """Return the layers of a model in the `order` in which they run. Empty if they follow from its sizes."""
         known, runs = dict[tuple[Any, ...], Layer](), list[list[Layer]]()
-        heads = self.num_attention_heads_per_layer or ()
+        heads, widths = self.num_attention_heads_per_layer or (), self.intermediate_sizes or ()
         of_layers = {layer.lstrip("0") or "0": given for layer, given in (self.per_layer_config or {}).items()}
         for number, layer in enumerate(blocks):
             reuses = number >= self.num_hidden_layers - self.num_kv_shared_layers
@@ -216,11 +217,13 @@ class Config(BaseModel):
             if number < len(heads):
                 sizes["num_heads"] = heads[number]
             runs.append([])
+            width = widths[number] if number < len(widths) else model.ffn_hidden_size
             for mixer, network in layer:
-                key = mixer, network, reuses, shares, *sizes.items()
+                key = mixer, network, width, reuses, shares, *sizes.items()
                 if key not in known:
                     found = self._mixer(model, mixer, keys, sizes, reuses=reuses, shares=shares) if mixer else None
-                    known[key] = Layer(mixer=found, network=network_of(model, network))
+                    own = replace(model, ffn_hidden_size=width) if network == DENSE else model
+                    known[key] = Layer(mixer=found, network=network_of(own, network))
                 runs[-1].append(known[key])
         first = dict[int, int]()
         layers = [

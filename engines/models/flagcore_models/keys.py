@@ -52,6 +52,7 @@ model_type of multimodal models whose vision tower `Vision` can describe. NAMES:
 name for a field of `Model`. KINDS: what names of layers mean. MIXERS: the keys of the fields of mixers."""
 ALIASES: Mapping[str, str] = {alias: name for name, aliases in _ALIASES.items() for alias in aliases}
 """Alternative keys of config.json, and the fields of `Config` that they mean."""
+WIDTH = "intermediate_size"
 LISTED = (
     *("intermediate_size", "moe_intermediate_size", "num_experts_per_tok", "n_shared_experts", "num_experts"),
     "first_k_dense_replace",
@@ -96,6 +97,8 @@ def keys_of_family(config: Mapping[str, Any], family: Mapping[str, Any] | None) 
         key: _one(names.get(key, key), value, layers)
         for key, value in {**_kept(config, names, None if family is None else {*COMMON, *defaults}), **others}.items()
     }
+    if found.get(WIDTH) != (widths := config.get(WIDTH)) and isinstance(widths, list) and len(widths) == layers:
+        found[f"{WIDTH}s"] = widths
     read = {**{name: value for name, value in defaults.items() if name not in given}, **found, **fixed}
     listed = next((found[key] for key in found if ALIASES.get(key, key) == "layer_types" and found[key]), None)
     if "num_hidden_layers" not in given and isinstance(listed, (str, list)):
@@ -139,7 +142,7 @@ def _computed(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return sizes that replace those of keys: of the blocks of Nemotron-NAS, the feed-forward width of LFM2, or the
     layers of both stacks of HRM-Text.
 
-    Networks have their mean width. Sources: `modeling_decilm.py` of Llama-3.3-Nemotron-Super-49B, transformers 5.24
+    Sources: `modeling_decilm.py` of Llama-3.3-Nemotron-Super-49B, transformers 5.24
     `models/lfm2` and `models/hrm_text`. Of experts with other sizes in each layer (Nemotron-H Puzzle), tokens choose
     the mean number by width.
     """
@@ -171,12 +174,12 @@ def _of_blocks(blocks: Sequence[Any], hidden: int, keys: Mapping[str, Any]) -> d
             names.append(" ".join(["attention"] * has_attention + ["mlp"] * has_network))
         if has_attention:
             groups.append(attention.get("n_heads_in_group") or 1)
-        if has_network:
+        if has_attention or has_network:
             width = _rounded(int(2 * network.get("ffn_mult", 4) * hidden / 3), 256)
-            widths.append(network.get("intermediate_size") or width)
+            widths.append((network.get("intermediate_size") or width) * has_network)
     found: dict[str, Any] = {"layer_types": names, "num_hidden_layers": len(names)}
-    if widths:
-        found["intermediate_size"] = round(sum(widths) / len(widths))
+    if own := [width for width in widths if width]:
+        found |= {WIDTH: round(sum(own) / len(own)), f"{WIDTH}s": widths}
     if groups and isinstance(heads := keys.get("num_attention_heads"), int):
         found["num_key_value_heads"] = heads // min(groups)
     return found

@@ -43,6 +43,7 @@ class Dialect(dialect.Dialect):
     packs: bool = True
     per_update: bool = False
     of_command: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    checks_offload: bool = False
 
 
 @cache
@@ -86,8 +87,8 @@ class Given:
             return []
         text = value if isinstance(value, str) else str(value)
         if self.dialect.style == "hydra":
-            name = word.partition("=")[0]
-            return [f"{name}={text}"]
+            name, equals, _old = word.partition("=")
+            return [f"{name}={text}" if equals else f"++{name.lstrip('+')}={text}"]  # the file may lack the key
         name = word.partition("=")[0] if word.startswith("--") else f"--{self._spelled(word)}"
         if self.dialect.bare and value is True:
             return [name]

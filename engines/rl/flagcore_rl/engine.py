@@ -181,7 +181,7 @@ class RlEngine(Engine):
             return {}
         read, own = self.reading(work), task.spec.baseline or {}
         idle = {"micro_batch_size", "logprob_batch_size"} if work.packing else set(importing.TOKENS)
-        if read.generates_itself:
+        if read.generates_itself or read.outside:
             idle |= {name for name in read.keys if name.startswith(ROLLOUT)}
         settable = {*read.keys, *([THREADS] if "processes" in read.keys else [])} - idle
         return {knob.name: (own.get(knob.name, knob.neutral),) for knob in self.knobs if knob.name not in settable}

@@ -24,11 +24,15 @@ from flagcore_rl.rules import ENDS, RDP, RTP
 
 USUAL = 0.5
 """The mean length of prompts and answers as a share of the longest, which commands do not say."""
+ON_HOST, AWARE = "optimizer_cpu_offload", "use_precision_aware_optimizer"
 SETTINGS = (
-    *("optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer"),
+    *(ON_HOST, "optimizer_offload_fraction", AWARE),
+    *("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer"),
     *("expert_tensor_parallel_size", *ENDS),
 )
 """Settings of the trainer that commands have."""
+FORMATS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
+"""The formats of optimizer states as settings, by their names in torch."""
 SHORT_PROMPT = 512
 """The longest prompt where a command only limits the sum of prompt and answer."""
 
@@ -93,6 +97,12 @@ class Reading(dialect.Reading):
         return "uses_vllm" in self.keys and not self.is_on("uses_vllm")
 
     @property
+    def outside(self) -> Sequence[str]:
+        """The addresses of engines that the command does not start."""
+        given = self.value("outside") or ()
+        return given.split() if isinstance(given, str) else given
+
+    @property
     def packs(self) -> bool:
         """Whether micro-batches are packed up to a number of tokens."""
         return self.dialect.packs and self.is_on("packing")
@@ -147,7 +157,7 @@ def _engines(read: Reading, notes: Notes) -> dict[str, Any]:
     if kind in ("DEEPSPEED", "DeepSpeed", "MULTI_GPU"):
         notes.note("trainer", f"{kind} is predicted as {read.trainer}", "rl.trainer.engine")
     trainer: dict[str, Any] = {"engine": read.trainer, **_offload(read)}
-    if settings := {name: value for name in SETTINGS if (value := read.value(name)) not in (None, False)}:
+    if settings := _settings(read, notes):
         trainer["settings"] = settings
     if read.is_on("adapter" if "adapter" in read.keys else "rank"):
         section = adapter_section("lora", read.number("rank"), read.value("targets"), read.value("base"))
@@ -158,6 +168,17 @@ def _engines(read: Reading, notes: Notes) -> dict[str, Any]:
             notes.note("dtype", text, "rl.trainer.adapter.base")
         trainer["adapter"] = section | ({"dropout": True} if read.is_on("dropout") else {})
     return {"trainer": trainer, "rollout": _rollout(read, notes), **_precision(read, "precision")}
+
+
+def _settings(read: Reading, notes: Notes) -> dict[str, Any]:
+    """Return the settings of the trainer. Only Megatron-LM itself demands its optimizer for one on the host."""
+    given = {name: read.value(name) for name in SETTINGS if name in read.keys}
+    found = {name: value for name, value in given.items() if value not in (None, False, "adam")}
+    found = {name: FORMATS.get(str(value).removeprefix("torch."), value) for name, value in found.items()}
+    if found.get(ON_HOST) and not found.get(AWARE) and not read.dialect.checks_offload:
+        notes.note(ON_HOST, f"is predicted with {AWARE}", "rl.trainer.settings")
+        found[AWARE] = True
+    return found
 
 
 def _precision(read: Reading, target: str) -> dict[str, Any]:
@@ -268,6 +289,8 @@ def _longest(read: Reading) -> tuple[int, int]:
     whole = read.number("longest") or 2 * SHORT_PROMPT
     answer = read.number("answer_longest")
     prompt = read.number("prompt_longest") or (min(SHORT_PROMPT, whole // 4) if not answer else SHORT_PROMPT)
+    if session := read.number("session_longest"):  # of all turns, each of which is limited as an answer
+        answer = max(session - prompt, 1)
     return prompt, answer or max(whole - prompt, 1)
 
 
@@ -303,4 +326,5 @@ def _more_devices(read: Reading, per_node: int) -> int:
     """Return the number of devices of the rollout that are none of the trainer's nodes."""
     instances = (read.number("more_instances") or 0) * (read.number("rollout_tensor_parallel_size") or 1)
     nodes = (read.number("more_nodes") or 0) * (read.number("more_devices_per_node") or per_node)
-    return read.number("more_devices") or instances or nodes
+    own = len(read.outside) * (read.number("rollout_tensor_parallel_size") or 1)
+    return own or read.number("more_devices") or instances or nodes

@@ -43,6 +43,10 @@ AWAKE_BYTES = 2.0 * 2**30
 """What a rollout that sleeps keeps on a device: its context, and graphs. vLLM states 1 to 3 GiB (sleep mode)."""
 
 
+UNUSED = "unused_bytes"
+"""Figure: bytes of a device outside of the rollout's share, where this share is too small for a request."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
     """What a framework adds to its engines: a row of `frameworks.yaml`.
@@ -89,11 +93,13 @@ class _Trained(NamedTuple):
 
 
 class _Rolled(NamedTuple):
-    """Seconds of generation, and bytes of a device. `memory`: as named in `MEMORY`."""
+    """Seconds of generation, and bytes of a device. `memory`: as named in `MEMORY`. `unused`: those beside a share of
+    the memory that is too small."""
 
     generation_s: float
     memory: FloatArray
     weights: float
+    unused: float
 
 
 Values = dict[str, KnobValue]
@@ -153,7 +159,9 @@ def predict(
     steps = [_step(task, values, train, roll, framework, refit_s, copy_s) for values, train, roll in about]
     parts: dict[str, FloatArray] = {name: np.array([times[name] for times, _bytes in steps]) for name in steps[0][0]}
     memory = np.array([bytes_of for _times, bytes_of in steps]).T
-    figures = {name: parts.pop(name) for name in ("whole_generation_s", *WAITS)}
+    figures = {name: parts.pop(name) for name in ("whole_generation_s", *WAITS, UNUSED)}
+    if not figures[UNUSED].any():
+        del figures[UNUSED]
     total: FloatArray = np.sum(list(parts.values()), axis=0)
     static, peak, reserved, used = memory
     capacity = costs.memory.capacity_bytes()
@@ -312,6 +320,7 @@ def _roll(task: Task, candidates: list[Values], costs: Costs, framework: Framewo
                     float(seconds),
                     np.array([getattr(predictions, name)[place] for name in MEMORY]),
                     float(predictions.static_bytes[place] - predictions.figures["kv_cache_bytes"][place]),
+                    float(predictions.figures[UNUSED][place]) if UNUSED in predictions.figures else 0.0,
                 )
     return [found[row] for row in range(len(candidates))]
 
@@ -326,8 +335,9 @@ def _step(
     copy_s: Callable[[float], float],
 ) -> tuple[dict[str, float], FloatArray]:
     """Return the seconds of the parts of a step, and bytes as in `MEMORY`: static ones of the trainer, and others of
-    the fuller device or phase. `refit_s`: seconds in which the weights reach a rollout that is apart or not. `copy_s`:
-    seconds of a copy of so many bytes between host and device."""
+    the fuller device or phase, which also has the static ones where it holds less in all. `refit_s`: seconds in which
+    the weights reach a rollout that is apart or not. `copy_s`: seconds of a copy of so many bytes between host and
+    device."""
     work = job_of(task)
     passes = work.old_logprobs + work.reference + work.critic
     apart, staleness = values.get(roles.DEVICES), int(values.get(roles.STALENESS) or 0)
@@ -363,7 +373,9 @@ def _step(
         training_phase = training_phase + (only_used * AWAKE_BYTES if work.rollout.sleeps else rolled.memory)
         rollout_phase = rollout_phase + stays + judge + critic + only_used * (used - reserved)
     fuller = max(training_phase, rollout_phase, key=lambda memory: float(memory[-1]))
-    return times, np.array([static + judge + critic, *fuller[1:]])
+    times[UNUSED] = rolled.unused * (fuller is rollout_phase)
+    own = static + judge + critic  # of the trainer, unless the fuller phase has less in all
+    return times, np.array([own if own <= fuller[1] else fuller[0], *fuller[1:]])
 
 
 def _refit(task: Task, weights: float, costs: Costs, framework: Framework, *, apart: bool) -> float:

@@ -22,6 +22,7 @@ from flagcore.api.inputs import open_spec, read_spec
 from flagcore.domain.space import Candidate
 from flagcore.errors import FlagError, LaunchError, SpecError
 from flagcore.plugins import find_engine
+from flagcore.report.explanation import memory_parts
 from tests.checks import refuses
 from tests.plugins.conftest import Install
 from tests.plugins.conftest import install as install
@@ -97,6 +98,17 @@ def test_more_rollout_devices_never_make_generation_longer() -> None:
     answers = predicted(*(record({"rollout_devices": number}, 16) for number in (8, 12, 14, 15)))
     times = [each["time"]["generation_s"] for each in answers]
     assert times == sorted(times, reverse=True)
+
+
+@pytest.mark.parametrize("share", ["0.05", "0.1", "0.2", "0.8"])
+def test_no_part_of_the_memory_is_negative(share: str) -> None:
+    platform = planned({**spec(), "model": "Qwen/Qwen3-8B"})
+    columns = NEMO_RL.columns(platform.task, {"rollout_memory_share": share, "activation_checkpointing": "full"})
+    found = NEMO_RL.predict(platform.task, columns, platform.costs).row(0)
+    parts = memory_parts(found)
+    assert min(parts.values()) >= 0.0
+    assert sum(parts.values()) == pytest.approx(found.device_used_bytes, rel=1e-3)
+    assert any("share" in name for name in parts) is (share < "0.8")
 
 
 def test_colocated_memory_is_the_sum_unless_one_role_makes_room() -> None:

@@ -15,6 +15,7 @@ from flagcore_importers.starts import FailedScript, Reader
 from extras.importers.tests.test_import_command import FOUND_INPUTS, TRAINING
 from extras.importers.tests.test_import_command import UNKNOWN_KEYS as CASES
 from flagcore import api
+from flagcore.api.inputs import open_spec
 from flagcore.contracts import ImportedSpec
 from flagcore.domain.launch import Start
 from flagcore.errors import SpecError, UsageError
@@ -71,6 +72,18 @@ def named(case: Mapping[str, Any], given: Mapping[str, str], folder: Path) -> se
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("name", CASES)
+def test_an_import_is_not_refused_by_its_own_plan(name: str, folder: Path) -> None:
+    data = imported(CASES[name], {}, folder).data
+    tuner = data.setdefault("auto_tuner", {})
+    tuner["space"] = {key: value for key, value in tuner.get("baseline", {}).items() if value is not None}
+    if str(data["model"]).endswith(".gguf"):
+        data["model"] = "Qwen/Qwen3-0.6B"
+    problem = open_spec(data, None, (), plan=True).problem
+    assert len(problem.space)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -296,6 +296,8 @@ def model_arguments(model: Model) -> list[str]:
     if model.num_query_groups != model.num_attention_heads and not is_latent:
         sizes["num_query_groups"] = model.num_query_groups
         switches.append("group_query_attention")
+    if model.moe_router_topk == 1:  # the softmax of one chosen expert has no gradient (`transformer_config.py`)
+        switches.append("moe_router_pre_softmax")
     words = [word for name, size in sizes.items() if size for word in (flag_of(name), str(size))]
     return [*words, *_arguments_of_layers(model), *REFERENCE["fixed"], *map(flag_of, switches)]
 

@@ -89,18 +89,36 @@ def _setting_flags(spec: Spec, candidate: Mapping[str, KnobValue]) -> list[str]:
         settings.setdefault("moe_flex_dispatcher_backend", "deepep")  # Megatron has no default before 0.16
     release = spec.train.engine_version
     flags = [BY_NAME[key].arguments(value, release) for key, value in settings.items() if key not in command_settings]
-    is_named = "data_parallel_sharding_strategy" in settings
-    if (
-        settings.get("use_megatron_fsdp")
-        and not is_named
-        and "--data-parallel-sharding-strategy" not in program_arguments(spec)
-    ):
-        flags.append(("--data-parallel-sharding-strategy", "optim_grads_params"))  # the default is no_shard before 0.18
+    if settings.get("use_megatron_fsdp"):
+        given = {*program_arguments(spec), *spec.train.flags, *(words[0] for words in flags if words)}
+        table = release_table(release)
+        flags += [words for words in OF_FSDP if words[0] not in given and not table.parse(words)[1]]
     return [word for each in flags for word in each]
+
+
+OF_FSDP = (("--data-parallel-sharding-strategy", "optim_grads_params"), ("--ckpt-format", "fsdp_dtensor"))
+"""What Megatron-FSDP needs beside its switch: the default is no_shard before 0.18, and releases from 0.14 on assert the
+format of checkpoints (`validate_args`)."""
+
+
+ASSERTED = {
+    ("cross_entropy_fusion_impl", "te"): (
+        ">0.18.0",
+        "is refused by Megatron-LM {release}: Transformer Engine cross entropy loss fusion is disabled due to stability"
+        " issues",
+        "use native, or remove cross_entropy_loss_fusion",
+    )
+}
+"""Values that some releases parse, but assert against: releases, problem and fix.
+
+Source: `validate_args` of core_v0.18.0, core_v0.18.2, core_v0.19.0 and 0.20 @d98e8a64."""
 
 
 def release_problem(knob: Knob, value: KnobValue | SettingValue, release: str) -> tuple[str, str] | None:
     """Return the problem and the fix for a value that a release does not support. Returns None if it is supported."""
+    versions, problem, fix = ASSERTED.get((knob.name, str(value)), ("<0", "", ""))
+    if in_versions(versions, release):
+        return problem.format(release=release), fix
     spellings = [flag for flag in knob.flags if flag.sets(value)]
     if value is None or value == knob.neutral or not spellings:
         return None

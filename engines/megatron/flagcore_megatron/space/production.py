@@ -27,6 +27,7 @@ from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 from flagcore.spec.plain_data import package_yaml
+from flagcore_megatron.program.arguments import known_releases
 from flagcore_megatron.program.user_command import implementation_of_command
 from flagcore_megatron.space.flags import release_problem, setting_from_text
 from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, candidate_columns
@@ -124,11 +125,14 @@ def as_in_production(platform: Platform) -> Platform:
 
 
 def _is_supported(platform: Platform, key: str, value: SettingValue) -> bool:
-    """Return whether the chip and the release support a setting of a recipe. None and false set nothing."""
-    if not value or _refuses(platform.value_rules, f"settings.{key}", value):
+    """Return whether the chip and the release (else the newest) support a setting of a recipe.
+
+    Neutral values set nothing.
+    """
+    if value in (None, BY_NAME[key].neutral or False) or _refuses(platform.value_rules, f"settings.{key}", value):
         return False
-    release = platform.task.spec.train.engine_version
-    return not release or release_problem(BY_NAME[key], value, release) is None
+    release = platform.task.spec.train.engine_version or known_releases()[-1]
+    return release_problem(BY_NAME[key], value, release) is None
 
 
 def without_command(spec: Spec) -> TrainSpec:
@@ -187,8 +191,9 @@ def _recipe(task: Task, kind: str) -> dict[str, SettingValue]:
     """Return the settings of published recipes. MoE models recompute cheap modules that store many bytes."""
     model, settings = task.spec.model, task.spec.train.settings
     recipe = overlaps(task, kind, settings, sharded=True, sequence_parallel=True) | narrow_hybrids(task)
-    recipe["dsa_indexer_loss_coeff"] = 0.001 if indexer_of(model) else None
-    recipe |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
+    if indexer_of(model):  # `transformer_config.py` of 0.19 asserts the last two
+        recipe |= {"dsa_indexer_loss_coeff": 0.001, "apply_rope_fusion": False, "cp_comm_type": "all_gather"}
+    recipe |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": _loss_kernel(task)}
     if not model.experts:
         return {**recipe, "moe_grouped_gemm": False}
     modules = "layernorm,moe_act" + (",mla_up_proj" if latent_layers(model) else "")
@@ -197,6 +202,12 @@ def _recipe(task: Task, kind: str) -> dict[str, SettingValue]:
     recipe |= {EXPERT_TENSOR: 1, "moe_token_dispatcher_type": "flex"}
     recipe["moe_router_fusion"] = not _PLAIN_ROUTERS.search(f"{model.name} flex")
     return {**recipe, EXPERT_OVERLAP: not is_hybrid(model), "recompute_modules": modules}
+
+
+def _loss_kernel(task: Task) -> str:
+    """Return the fused loss of recipes, Transformer Engine's, or Megatron's where its release refuses that."""
+    version = task.spec.train.engine_version or known_releases()[-1]
+    return "native" if release_problem(BY_NAME["cross_entropy_fusion_impl"], "te", version) else "te"
 
 
 def _refuses(rules: Sequence[ValueRule], knob: str, value: SettingValue) -> bool:

@@ -12,15 +12,16 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
-from flagcore_models.layers import latent_layers, other_mixers
+from flagcore_models.layers import indexer_of, latent_layers, network_counts, other_mixers
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
+from flagcore_models.networks.dense import Dense
 from flagcore_training.knobs import RuleTable
 from flagcore_training.layout import WHOLE_STEP
 from flagcore_training.schedules import SCHEDULES
 
 from flagcore.domain.knob import in_versions
-from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
-from flagcore.domain.spec import SettingValue, Task
+from flagcore.domain.space import BoolArray, Columns, IntArray, KnobValue, Merge, Rule
+from flagcore.domain.spec import SettingValue, Spec, Task
 from flagcore.i18n import N_, Message
 from flagcore_megatron.program.user_command import implementation_of_command
 from flagcore_megatron.space.knobs import BLOCK, FULL, SELECTIVE, UNIFORM
@@ -48,6 +49,10 @@ DIST_OPT_SETTINGS = ("overlap_param_gather", "fp8_param_gather", "use_precision_
 """Settings that Megatron refuses without the distributed optimizer, even on one rank."""
 METHOD, RECOMPUTE_LAYERS = "recompute_method", "recompute_num_layers"
 EXPERT_OVERLAP = "overlap_moe_expert_parallel_comm"
+SHORT_CHUNKS_SINCE = ">=0.17"
+"""Releases in which the last chunk of uniform recompute may be shorter (`transformer_block.py` of core_v0.17.0; 0.16
+runs past the last layer). Chunks that only a search would try divide the layers: others need more memory for the same.
+"""
 UNPIPED_MTP_OVERLAP_SINCE = ">=0.18"
 """Releases that overlap the communication of experts with multi-token prediction also without a pipeline.
 
@@ -75,9 +80,10 @@ def _batch_rules(task: Task) -> Iterator[Rule]:
 def _width_rules(task: Task) -> Iterator[Rule]:
     model = task.spec.model
     heads, groups = model.num_attention_heads, model.num_query_groups
-    widths = [model.moe_shared_expert_intermediate_size or 0]
-    if not model.experts or model.moe_first_dense_layers:
-        widths.append(model.ffn_hidden_size)
+    widths = {
+        model.moe_shared_expert_intermediate_size or 0,
+        *(each.width for each in network_counts(model) if isinstance(each, Dense)),
+    }
     expert_width, split = model.moe_ffn_hidden_size or 0, Split.from_task(task)
     keys_values = 2 * groups * model.kv_channels
     yield rule("attention_heads", lambda c: heads % c[TP] != 0, heads=heads)
@@ -97,6 +103,11 @@ def _length_rules(task: Task) -> Iterator[Rule]:
     version, mixers = release(task.spec), other_mixers(task.spec.model)
     is_old = bool(version) and in_versions("<0.18", version) and any(isinstance(each, GatedDeltaNet) for each in mixers)
     yield rule("context_parallel_delta_net", lambda c: (c[CP] > 1) & is_old)
+    is_other = settings_in_force(task.spec)["cp_comm_type"] != "all_gather" or (
+        version and in_versions("<0.19", version)
+    )
+    has_indexer = indexer_of(task.spec.model) is not None
+    yield rule("context_parallel_indexer", lambda c: (c[CP] > 1) & (has_indexer and bool(is_other)))
     yield rule("context_length", lambda c: (c[CP] > 1) & (length % (2 * c[CP]) != 0), length=length)
     yield rule("sequence_length", lambda c: (c[SP] == 1) & (length % (c[TP] * c[CP]) != 0), length=length)
     yield rule("moe_sequence_parallel", lambda c: (c[TP] > 1) & (c[SP] == 0) & (experts > 0))
@@ -164,6 +175,8 @@ def _split_message(split: Split) -> str:
 
 def _recompute_rules(task: Task) -> Iterator[Rule]:
     split, depths = Split.from_task(task), task.spec.model.mtp_num_layers
+    own = [number for number in _own_values(task.spec, RECOMPUTE_LAYERS) if isinstance(number, int)]
+    listed = own if in_versions(SHORT_CHUNKS_SINCE, task.spec.train.engine_version) else []
     yield rule("recompute_granularity", lambda c: (c[RECOMPUTE] == 1) & (c[GRANULARITY] == 0))
     yield rule(
         "selective_recompute", lambda c: recomputes(c, SELECTIVE) & ((c[METHOD] != 0) | (c[RECOMPUTE_LAYERS] != 0))
@@ -175,6 +188,7 @@ def _recompute_rules(task: Task) -> Iterator[Rule]:
             recomputes(c, FULL)
             & (c[METHOD] == UNIFORM)
             & (c[RECOMPUTE_LAYERS] > 0)
+            & ~np.isin(c[RECOMPUTE_LAYERS], listed)
             & np.where(
                 balanced(c),
                 c[RECOMPUTE_LAYERS] > 1,
@@ -190,6 +204,12 @@ def _recompute_rules(task: Task) -> Iterator[Rule]:
         "recompute_num_layers",
         lambda c: recomputes(c, FULL) & ((c[RECOMPUTE_LAYERS] < 1) | (c[RECOMPUTE_LAYERS] > split.stage_layers(c))),
     )
+
+
+def _own_values(spec: Spec, knob: str) -> tuple[KnobValue, ...]:
+    """Return the values of a knob that a spec lists or has in its baseline."""
+    listed = spec.space.get(knob, ())
+    return (*(() if isinstance(listed, str) else listed), (spec.baseline or {}).get(knob))
 
 
 def recomputes(c: Columns, granularity: int) -> BoolArray:

@@ -173,6 +173,9 @@ def test_flags_that_a_setting_needs_are_passed_with_it() -> None:
     assert release_table("0.14.0").parse(words)[1] == []
     found = release_table("0.14.0").effective(words)
     assert (found["moe_enable_deepep"], found["data_parallel_sharding_strategy"]) == (True, "optim_grads_params")
+    assert found["ckpt_format"] == "fsdp_dtensor"  # asserted since 0.14; earlier releases do not have it
+    older = flags({}, replace(spec, work=replace(spec.train, engine_version="0.13.0")), None)
+    assert "--ckpt-format" not in older
     own = replace(spec.train, command=("pretrain_gpt.py", "--moe-enable-deepep"))
     assert "--moe-enable-deepep" not in flags({}, replace(spec, work=own), None)
 

@@ -3,16 +3,20 @@ plan assumes: the settings of recipes, each for the candidates with which it is 
 
 import shlex
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from flagcore_megatron.engine import ENGINE
+from flagcore_megatron.program.arguments import known_releases, release_table
 from flagcore_megatron.space import production
+from flagcore_megatron.space.flags import flags
 from flagcore_megatron.space.knobs import BY_NAME, SETTINGS, SPACE_KNOBS
 from flagcore_megatron.space.meshes import CP, MESHES, TP
+from flagcore_models.catalogue import public_model
 
 from engines.megatron.tests.mixed.test_replicas import job
 from engines.models.tests.examples import layer_of
@@ -323,6 +327,31 @@ def test_a_named_setting_takes_precedence_over_contradicting_notes() -> None:
     fused = [assumed(replace(tasks.EXPERTS, name=name)).get("moe_router_fusion") for name in ("GLM-4.5", "Qwen3")]
     assert fused == [None, True]
     assert OVERLAP not in assumed(tasks.EXPERTS, space={**SPACE, OVERLAP: (False, True)})
+
+
+SPARSE = cast("Model", public_model("deepseek-ai/DeepSeek-V3.2"))
+RELEASES = {**dict.fromkeys(("0.12.3", "0.16.1", "0.17.1", "0.18.0"), "te"), "0.15.0+flagscale": "te"}
+RELEASES |= dict.fromkeys(("0.18.1", "0.18.2", "0.19.0", None, *known_releases()[-1:]), "native")
+"""Releases, and the fused loss that their own check accepts: it asserts against that of Transformer Engine from 0.18.1$
+(`validate_args` of core_v0.18.0, core_v0.18.2, core_v0.19.0, main)."""
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("model", [tasks.DENSE, TWO_TOKENS, SPARSE], ids=["dense", "experts", "indexers"])
+def test_what_a_plan_assumes_is_legal_in_its_release(model: Model, release: str | None) -> None:
+    task = plan(model, engine_version=release)
+    words = flags({}, typed(task, dict(task.spec.train.assumed)).spec, None)
+    assert release_table(release).parse(words)[1] == []
+    assert task.spec.train.assumed["cross_entropy_fusion_impl"] == RELEASES[release]
+    assert ("--no-rope-fusion" in words) is (model is SPARSE)
+
+
+@pytest.mark.parametrize("release", [each for each in RELEASES if each])
+def test_the_loss_that_a_release_refuses_is_an_error(release: str) -> None:
+    task = typed(plan(engine_version=release), {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"})
+    is_refused = RELEASES[release] == "native"
+    with refuses("train.settings.cross_entropy_fusion_impl", "te") if is_refused else nullcontext():
+        ENGINE.check_values(task.spec)
 
 
 def test_settings_that_the_chip_or_the_release_lacks_are_left_out() -> None:

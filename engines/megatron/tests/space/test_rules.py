@@ -10,6 +10,7 @@ from flagcore_megatron.space.knobs import candidate_columns
 from flagcore_megatron.space.meshes import MESHES
 from flagcore_megatron.space.options import options
 from flagcore_megatron.space.split import Split
+from flagcore_models.catalogue import public_model
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_models.mixers.mamba2 import Mamba2
 
@@ -74,6 +75,8 @@ HYBRID = dataclasses.replace(tasks.DENSE, layers=(MAMBA, layer_of(tasks.DENSE, N
 OLD_PATTERN = {"model": HYBRID, "engine_version": "0.16.0"}
 DELTA = mixed(tasks.DENSE, GatedDeltaNet(key_heads=4, value_heads=4, key_dim=8, value_dim=8, kernel=4), 2)
 OLD = {"engine_version": "0.17.1"}
+INDEXED = {"model": public_model("deepseek-ai/DeepSeek-V3.2"), "devices": 4}
+GATHERS = {**INDEXED, "settings": {"cp_comm_type": "all_gather"}}
 BARS = {"settings": {"hybrid_layer_pattern": "M-|M-"}}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "the sizes make up the devices": ("world_size", {DP: 1, TP: 2}, {DP: 2, TP: 2}, {}),
@@ -96,6 +99,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "a sequence on one device may be odd": ("context_length", {CP: 2}, {CP: 1}, {"seq_length": 101}),
     "local attention has no context parallelism": ("context_parallel_implementation", {CP: 2}, {CP: 1}, LOCAL),
     "states were not split by context": ("context_parallel_delta_net", {CP: 2}, {CP: 1}, {"model": DELTA, **OLD}),
+    "indexers are not split by context": ("context_parallel_indexer", {CP: 2}, {CP: 1}, {**GATHERS, **OLD}),
+    "indexers gather the context": (
+        "context_parallel_indexer",
+        {CP: 2},
+        {CP: 1},
+        {**INDEXED, "settings": {"cp_comm_type": "p2p"}},
+    ),
     "a sequence is split evenly": ("sequence_length", {TP: 4, SP: True}, {TP: 4}, {"seq_length": 102}),
     "split experts need sequence parallelism": ("moe_sequence_parallel", {TP: 2}, {TP: 2, SP: True}, experts()),
     "layers are split evenly over the stages": ("pipeline_stages", {PP: 3}, {PP: 2}, {"devices": 6}),
@@ -121,6 +131,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "depths are recomputed singly": ("multi_token_recompute", {**UNIFORM, LAYERS: 2}, {**UNIFORM, LAYERS: 1}, DEPTH),
     "block recompute leaves depths out": ("multi_token_recompute", {**UNIFORM, LAYERS: 2}, {**BLOCK, LAYERS: 2}, DEPTH),
+    "the last chunk may be shorter": (
+        "uniform_recompute",
+        {**UNIFORM, LAYERS: 3},
+        {**UNIFORM, LAYERS: 2},
+        {"space": {LAYERS: (2, 3)}, "engine_version": "0.16.1"},
+    ),
     "block recompute need not fill a stage": ("uniform_recompute", {**UNIFORM, LAYERS: 3}, {**BLOCK, LAYERS: 3}, {}),
     "gathered weights need shards": ("overlap_param_gather", {}, SHARDED, experts(**GATHER)),
     "gathered fp8 weights need shards": ("fp8_param_gather", {}, SHARDED, experts(fp8_param_gather=True)),
@@ -175,6 +191,15 @@ def test_a_fork_states_the_layers_of_stages_and_brings_context_parallelism() -> 
     assert not broken({PP: 2, CP: 2}, **job)
     assert broken({PP: 4}, **job) == {"pipeline_stages", "listed_stages"}
     assert "listed_stages" in broken({PP: 1}, **job)  # a rank would build the layers of its own number only
+
+
+@pytest.mark.parametrize("release", [None, "0.17.1", "0.19.0"])
+def test_given_chunks_need_not_divide_the_layers_since_0_17(release: str | None) -> None:
+    assert "uniform_recompute" not in broken({**UNIFORM, LAYERS: 3}, space={LAYERS: (3,)}, engine_version=release)
+    task = tasks.task(engine_version=release)
+    task = dataclasses.replace(task, spec=dataclasses.replace(task.spec, baseline={LAYERS: 3}))
+    columns = ENGINE.columns(task, {**UNIFORM, LAYERS: 3})
+    assert "uniform_recompute" not in {rule.name for rule in check(columns, ENGINE.rules(task), ())[1]}
 
 
 def test_every_rule_has_a_case() -> None:

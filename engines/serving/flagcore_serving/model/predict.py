@@ -338,6 +338,9 @@ def _predictions(
         if (of_share := (memory.cache < request_bytes) & (unused_bytes > 0.0)).any():
             enough = np.where(of_share, used_bytes / capacity, np.inf)
             figures["kv_cache_enough_share"] = enough[context.kinds.worst(over_capacity)]
+            figures["unused_bytes"] = np.where(of_share, over_capacity - used_bytes, 0.0)[
+                context.kinds.worst(over_capacity)
+            ]
         used_bytes = np.where(memory.cache < request_bytes, over_capacity, used_bytes)
     fullest_rows, cache = context.kinds.worst(used_bytes), np.maximum(cache, 0.0)
     figures["kv_cache_bytes"] = np.maximum(memory.cache, 0.0)[fullest_rows]
