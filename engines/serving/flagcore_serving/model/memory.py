@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
+from flagcore_models.formats import HEAD
 from flagcore_models.layers import (
     attention_counts,
     connections,
@@ -28,7 +29,7 @@ from flagcore_serving.model.speculation import drafts
 from flagcore_serving.model.vision import tower_bytes
 from flagcore_serving.model.work import Serving
 from flagcore_serving.space.settings import GRAPH_BYTES, Settings
-from flagcore_serving.space.weights import ATTENTION, DENSE, EXPERTS, HEAD, SHARED
+from flagcore_serving.space.weights import ATTENTION, DENSE, EXPERTS, SHARED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +221,7 @@ def table_bytes(serving: Serving, settings: Settings) -> FloatArray:
     tables = np.where(settings.pipeline > 1, 1.0, 1.0 + own_head)
     (table,) = embedding_of(model).products(model.hidden_size)
     rank_bytes: FloatArray = tables * (2.0 if head is None else head) * table.weights / settings.tensor
-    if serving.head and model.untie_embeddings_and_output_weights:
+    if HEAD in serving.parts and model.untie_embeddings_and_output_weights:
         whole, narrow = 2.0 * table.weights / settings.tensor, serving.bytes_of(HEAD) * table.weights / settings.tensor
         rank_bytes = np.where(settings.pipeline > 1, rank_bytes, whole + narrow / settings.head_ranks)
     own = sum(each.weights for each in layer_embeddings(model))

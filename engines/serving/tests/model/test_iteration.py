@@ -307,7 +307,9 @@ def test_experts_may_have_a_format_of_their_own() -> None:
     assert (form, config["expert_dtype"]) == ("fp8", "fp4")
     assert "expert_dtype" not in (find_public("deepseek-ai/DeepSeek-V4-Flash-Base") or ({}, None))[0]
     of = serving(EXPERTS, precision="fp8")
-    narrow, own = (weight_bytes(each, settings())[0] for each in (of, of._replace(routed=("bf16", 17 / 32))))
+    narrow, own = (
+        weight_bytes(each, settings())[0] for each in (of, of._replace(parts={"experts": ("bf16", 17 / 32, 17 / 32)}))
+    )
     assert narrow - own == pytest.approx(36 * 3 * 4096 * 768 * 128 * (1.0 - 17 / 32))
 
 
@@ -315,13 +317,15 @@ def test_attention_may_have_a_format_of_its_own() -> None:
     config, form = find_public("nvidia/Qwen3.6-27B-NVFP4") or ({}, None)
     assert (form, config["quantization_config"]["attention_dtype"]) == ("nvfp4", "fp8")
     of = serving(precision="nvfp4")
-    narrow, own = (weight_bytes(each, settings())[0] for each in (of, of._replace(projections=("fp8", None))))
+    narrow, own = (
+        weight_bytes(each, settings())[0] for each in (of, of._replace(parts={"attention": ("fp8", None, 1.0)}))
+    )
     assert own - narrow == pytest.approx(36 * 2 * 4096 * (4096 + 1024) * (1.0 - 0.5625))
 
 
 def test_a_head_may_have_a_format_of_its_own() -> None:
     of = serving(DENSE)
-    own, stages = of._replace(head=("bf16", 0.5625)), settings(pipeline=[1.0, 2.0])
+    own, stages = of._replace(parts={"head": ("bf16", 0.5625, 0.5625)}), settings(pipeline=[1.0, 2.0])
     saved = (weight_bytes(of, stages) - weight_bytes(own, stages)).tolist()
     assert saved == [pytest.approx(151936 * 4096 * (2.0 - 0.5625)), 0.0]  # a stage with an embedding has no head
     times = [iteration_costs(each, settings(), costs()).sampled[0, 0] for each in (of, own)]
