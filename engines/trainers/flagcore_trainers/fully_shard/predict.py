@@ -18,7 +18,7 @@ from flagcore_training.frameworks import (
     framework_of,
     has_tiled_loss,
     keeps_activations_on_host,
-    moment_bytes,
+    moments_of,
     plain_layers,
     whole_weights,
 )
@@ -123,7 +123,7 @@ def memory_job(
         checkpointing=(columns[fs.AC] - 1).astype(np.float64),
         reduce_bytes=reduced,
         main_bytes=np.where(columns[fs.STATES] == 2, 2.0, weights.MAIN_BYTES),
-        moments=moment_bytes(task.spec),
+        moments=moments_of(task.spec),
         whole=whole_weights(task.spec),
         offload=columns[fs.OFFLOAD] > 0,
         replicated=columns[fs.REPLICATE] > 1,

@@ -28,6 +28,7 @@ from flagcore_models.layers import (
     without_repeats,
 )
 from flagcore_training.adapters import base_bytes, beside, weights_beside
+from flagcore_training.frameworks import ADAM, Moments
 from flagcore_training.memory.modules import DORA_STORED
 from flagcore_training.peft import Peft
 
@@ -104,7 +105,7 @@ class MemoryInputs:
     adapter: Adapter | None = None
     dora_stored: float = DORA_STORED
     main_bytes: FloatArray | float = MAIN_BYTES
-    moments: float | None = None
+    moments: tuple[Moments, Moments] | None = None
     whole: tuple[bool, bool] = (False, False)
 
     @property
@@ -115,7 +116,8 @@ class MemoryInputs:
     @property
     def state_bytes(self) -> FloatArray | float:
         """The bytes of a sharded weight and of its moments."""
-        return self.main_bytes + (2.0 * self.main_bytes if self.moments is None else self.moments)
+        moments = self.moments[0] if self.moments else ADAM
+        return self.main_bytes + moments.of(self.main_bytes)
 
     @property
     def logits(self) -> FloatArray:
