@@ -127,13 +127,20 @@ def test_cached_states_are_planned_ahead_in_newer_releases_only() -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "words", "element"),
-    [("sm_90", {}, 2.0), ("sm_103", {}, 1.0), ("sm_100", {"kv_cache_type": "bfloat16"}, 2.0), ("gfx942", {}, 2.0)],
+    [
+        ("sm_90", {}, 2.0),
+        ("sm_103", {}, 1.0),
+        ("sm_100", {"kv_cache_type": "bfloat16"}, 2.0),
+        ("gfx942", {}, 2.0),
+        ("sm_90", {"kv_cache_type": "fp8_e4m3"}, 656 / 576),
+        ("sm_100", {"kv_cache_type": "fp8_e4m3"}, 1.0),
+    ],
 )
 def test_sparse_latent_attention_caches_fp8_by_default_on_new_chips(
     architecture: str, words: dict[str, str], element: float
 ) -> None:
     chip = {"architecture": architecture}
-    assert settings(cards(chip=chip), **words).cache_element_bytes.item() == 2.0
+    assert settings(cards(chip=chip), **words).cache_element_bytes.item() == (1.0 if "fp8" in str(words) else 2.0)
     assert settings(cards(chip=chip, model=SPARSE), **words).cache_element_bytes.item() == element
 
 

@@ -99,8 +99,10 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
         held = held + beside * np.minimum(driver, outside)
         budget, free = settings.memory_fraction * capacity - held, capacity - driver + 0.0 * weights
     other = 0.0 if overheads.activations_beside else activations + graphs
-    rest = settings.rest_share * (free - weights - adapters - activations - graphs)
-    cache = np.where(np.isnan(settings.rest_share), budget - weights - adapters - other, rest) - settings.request_bytes
+    on_host = _on_host(serving, settings) * expert_bytes(serving, settings) / settings.cores
+    rest = settings.rest_share * (free - weights + on_host - adapters - activations - graphs)
+    left = budget - weights + on_host - adapters - other
+    cache = np.where(np.isnan(settings.rest_share), left, rest) - settings.request_bytes
     cache = np.where(np.isnan(settings.cache_bytes), cache, settings.cache_bytes)
     kept = {name: getattr(overheads, name) for name in ("frees_windows", "indexes_all", "caches_reused")}
     tokens, sequence = np.maximum(serving.tokens, 1.0), settings.sequence_bytes
@@ -137,7 +139,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     share = np.minimum(settings.on_device * (model.num_layers + 1) / model.num_layers, 1.0)
     layers = np.maximum(weights - table_bytes(serving, settings), 0.0) * share
     weights = np.where(settings.on_device < 1.0, layers, weights)
-    weights = weights - _on_host(serving, settings) * expert_bytes(serving, settings) / settings.cores
+    weights = weights - on_host
     longest_tokens = whole / longest_token
     cache, token, longest_token = cache * share, token * share, longest_token * share
     return ServingMemory(

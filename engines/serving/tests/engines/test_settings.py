@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flagcore_models.formats import HEAD, MTP
+from flagcore_models.mixers.attention import Indexer
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_models.public import find_public
 from flagcore_serving import bounds
@@ -20,6 +21,7 @@ from engines.serving.tests.engines.tasks import engine_of, planned, server, sett
 from flagcore import api
 from flagcore.api.commands.explain import REMOVED
 from flagcore.tuner.stages import build
+from tests.product.serving_inputs import LATENT
 from tests.product.tasks import DENSE as MODEL
 
 
@@ -230,6 +232,28 @@ def test_a_job_without_weights_has_the_checkpoint_that_its_precision_means(
 ) -> None:
     job = planned("vllm", weights=None, precision=precision, model=replace(MODEL, name=name))
     assert quantization(job.spec) == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "word", "token"),
+    [
+        ("sm_90", "fp8_ds_mla", 656),
+        ("sm_90", "fp8", 656),
+        ("sm_90", None, 1152),
+        ("sm_100", "fp8", 576),
+        ("sm_100", "fp8_ds_mla", 656),
+        ("sm_100", "nvfp4_ds_mla", 352),
+        ("sm_120", None, 656),
+        ("gfx942", "fp8", 576),
+    ],
+)
+def test_sparse_latent_attention_has_caches_with_layouts_of_their_own(
+    architecture: str, word: str | None, token: int
+) -> None:
+    sparse = mixed(LATENT, {"indexer": Indexer(heads=32, head_dim=128, top_k=2048)}, LATENT.num_layers)
+    chip = {"architecture": architecture}
+    element = settings(planned("vllm", chip=chip, model=sparse), kv_cache_type=word).cache_element_bytes.item()
+    assert element * (512 + 64) == pytest.approx(token)
 
 
 def test_sequences_in_captured_graphs_need_a_state_each() -> None:

@@ -282,6 +282,12 @@ def test_a_device_alone_has_all_weights_of_a_model(name: str) -> None:
     assert weight_bytes(serving(model), settings()) == pytest.approx(2 * parameters(model), rel=1e-12)
 
 
+def test_experts_on_the_host_leave_their_memory_to_the_cache() -> None:
+    device, host = (memory(serving(EXPERTS), experts_on_host=each) for each in (0.0, 27.0))
+    assert host.cache - device.cache == pytest.approx(27 * 3 * 4096 * 768 * 128 * 2)
+    assert device.weights - host.weights == pytest.approx(host.cache - device.cache)
+
+
 def test_weights_are_split_over_tensor_ranks_and_stages() -> None:
     found = weight_bytes(serving(), settings(tensor=[1.0, 2.0, 1.0], pipeline=[1.0, 1.0, 2.0]))
     assert found[1] == pytest.approx(0.5 * found[0])
