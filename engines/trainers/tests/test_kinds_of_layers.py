@@ -13,6 +13,7 @@ from flagcore_importers.command import read_command
 from flagcore_megatron.engine import ENGINE as MEGATRON
 from flagcore_models.config import model_of_config
 from flagcore_models.layers import layer_counts, parameters, weights_by_group
+from flagcore_models.parts.tower import VisionTower
 from flagcore_trainers.deepspeed import BUCKET, DEEPSPEED, MICRO, OFFLOAD, ZERO
 from flagcore_trainers.fsdp2.engine import FSDP2
 from flagcore_trainers.fully_shard import AC, COMPILE, EP, REPLICATE, SELECTIVE, SHARD, STATES
@@ -389,6 +390,17 @@ def test_moments_have_the_bytes_of_the_optimizer(
     table = 151936 * 4096
     saved = (8.19e9 - table) * (8.0 - moments) / 8 + table * (8.0 - of_embedding) / 8
     assert static[1] - static[0] == pytest.approx(saved, rel=0.001)
+
+
+@pytest.mark.parametrize(("options", "element"), [("", 4.0), ("--use_peft", 2.0)])
+def test_the_weights_of_a_vision_tower_are_loaded_for_text_too(options: str, element: float) -> None:
+    words = f"trl sft --model_name_or_path google/gemma-3-27b-it --accelerate_config fsdp2 --num_processes 8 {options}"
+    platform = planned(dict(read_command(None, [words], chip="H200").data))
+    job, row = platform.task, fsdp2_columns()
+    assert job.spec.model.vision is not None
+    text = replace(job, spec=replace(job.spec, model=replace(job.spec.model, vision=None)))
+    whole, others = (FSDP2.predict(each, row, platform.costs).static_bytes[0] for each in (job, text))
+    assert whole - others == pytest.approx(VisionTower(vision=job.spec.model.vision).weights * element)
 
 
 @pytest.mark.parametrize(

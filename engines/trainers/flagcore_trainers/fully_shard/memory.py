@@ -166,7 +166,8 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
     own_trained, table_gradient = own_trained + edges / n * is_trained, table * is_trained
     of_layers, of_table = job.moments or (ADAM, ADAM)
     wide = (of_table.of(main) - of_layers.of(main)) * table_gradient / n
-    states = np.where(job.offload, 0.0, job.state_bytes * own_trained + wide + frozen)
+    tower = job.tower * (main if is_trained else u) / n  # text gives it no gradients, and so no states
+    states = np.where(job.offload, 0.0, job.state_bytes * own_trained + wide + frozen + tower)
     gradients = np.where(job.offload, 0.0, main * own_trained)
     # Gradients of earlier micro-batches are there from the start. Those of a single one fill up during backward.
     whole = r * (trained + edges * is_trained)

@@ -14,6 +14,7 @@ import numpy as np
 from flagcore_models.layers import head_of, layer_counts, mixer_counts, network_counts
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.networks.experts import Experts
+from flagcore_models.parts.tower import VisionTower
 from flagcore_training.frameworks import (
     framework_of,
     has_tiled_loss,
@@ -124,6 +125,7 @@ def memory_job(
         reduce_bytes=reduced,
         main_bytes=np.where(columns[fs.STATES] == 2, 2.0, weights.MAIN_BYTES),
         moments=moments_of(task.spec),
+        tower=VisionTower(vision=vision).weights if is_trainer and (vision := task.spec.model.vision) else 0.0,
         whole=whole_weights(task.spec),
         offload=columns[fs.OFFLOAD] > 0,
         replicated=columns[fs.REPLICATE] > 1,

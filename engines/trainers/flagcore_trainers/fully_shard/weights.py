@@ -56,7 +56,8 @@ class MemoryInputs:
     `replicated`: whether gradients are also summed over replicas.
     `schedule`: the code of the schedule of a pipeline, as in `space`.
     `checkpointing`: 0 none, 1 selective, 2 full. `reduce_bytes`: bytes of a gradient while it is reduced, and
-    `main_bytes` of a sharded weight, of its gradient, and of each moment, unless all moments have `moments` bytes.
+    `main_bytes` of a sharded weight, of its gradient, and of each moment, unless the optimizer has other `moments`, of
+    layers and of the embedding. `tower`: the weights of a vision tower.
     `value_bytes`: bytes of an activation. `fused_norm`: whether norms are one kernel.
     `fused_activation`: whether gates are not stored after their activation, as in compiled layers (torch 2.13).
     `compiled_loss`: whether the loss is one kernel per pass, which reads and writes 16-bit logits.
@@ -106,6 +107,7 @@ class MemoryInputs:
     dora_stored: float = DORA_STORED
     main_bytes: FloatArray | float = MAIN_BYTES
     moments: tuple[Moments, Moments] | None = None
+    tower: float = 0.0
     whole: tuple[bool, bool] = (False, False)
 
     @property
