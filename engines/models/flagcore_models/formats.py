@@ -22,8 +22,10 @@ from flagcore_models.layers import own_layers
 
 _TABLES = package_yaml(__package__, "formats.yaml")
 CONFIG, _SIDE = "config.json", "hf_quant_config.json"
-IGNORED = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude", "llm_int8_skip_modules")
-IGNORED += ("skip_modules",)
+IGNORED = (
+    *("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude"),
+    *("llm_int8_skip_modules", "skip_modules"),
+)
 """Keys of a quantization_config with the modules that it leaves out."""
 HEAD, MTP, HEAD_MODULE = "head", "multi-token prediction", "lm_head"
 _USUAL = 128
@@ -237,8 +239,9 @@ def _of_type(given: Any) -> Stored | None:
     """Return the format of a configuration of torchao: its class, or the old name of one."""
     keys = section_of({"": given}, "")
     stored, group = _of_words(str(keys.get("_type", given or ""))), section_of(keys, "_data").get("group_size")
-    is_grouped = stored and stored.format == "int4" and isinstance(group, int)
-    return stored._replace(group=group) if stored and is_grouped else stored
+    if stored is None or stored.format != "int4" or not isinstance(group, int):
+        return stored
+    return stored._replace(group=group)
 
 
 def _hqq(found: Mapping[str, Any]) -> Rules:
@@ -276,8 +279,8 @@ def block_sizes(found: Mapping[str, Any]) -> list[int]:
     several groups, those of the one with the fewest bits."""
     groups = [section_of(group, "weights") for _, group in _sections(found.get("config_groups"))]
     known = [(stored.bytes, keys) for keys in groups if (stored := _of_arguments(keys))]
-    stored = min(known, key=lambda each: each[0])[1] if known else next(filter(None, groups), found)
-    blocks = stored.get("block_structure") or found.get("weight_block_size") or [stored.get("group_size")]
+    keys = min(known, key=lambda each: each[0])[1] if known else next(filter(None, groups), found)
+    blocks = keys.get("block_structure") or found.get("weight_block_size") or [keys.get("group_size")]
     return [size for size in blocks if isinstance(size, int) and size > 0] if isinstance(blocks, list) else []
 
 
