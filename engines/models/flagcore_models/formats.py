@@ -7,7 +7,7 @@ Every tool has rules of its own, such as groups with targets, modules in 16 bits
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import translate
 from functools import lru_cache
@@ -119,8 +119,8 @@ def rules_of(found: Mapping[str, Any]) -> Rules:
 
 
 def _texts(value: Any) -> list[str]:
-    flat = [inner for each in value for inner in (each if isinstance(each, list) else [each])] if value else []
-    return [str(each) for each in flat] if isinstance(value, list) else []
+    listed = value if isinstance(value, list) else []
+    return [str(inner) for each in listed for inner in (each if isinstance(each, list) else [each])]
 
 
 def _sections(value: Any) -> list[tuple[str, Mapping[str, Any]]]:
@@ -140,6 +140,7 @@ def _of_bits(keys: Mapping[str, Any], *names: str, scale: float = 2.0) -> Stored
     return Stored(own) if own else Stored(f"int{start}", size, scale)
 
 
+@lru_cache
 def _of_words(text: str) -> Stored | None:
     """Return the format that an algorithm or type means, by the first of the table's expressions that it contains."""
     found = next((name for pattern, name in _TABLES["words"].items() if re.search(pattern, text)), None)
@@ -189,7 +190,7 @@ def _gptq(found: Mapping[str, Any]) -> Rules:
     16 bits unless `lm_head` is true, whatever the rules."""
     base, dynamic, has_head = _of_bits(found), section_of(found, "dynamic"), found.get("lm_head") is True
     rules: list[tuple[str, Stored | None]] = [] if has_head else [(HEAD_MODULE, None)]
-    for pattern in dynamic:
+    for pattern in map(str, dynamic):
         stored = None if pattern.startswith("-:") else _of_bits({**found, **section_of(dynamic, pattern)})
         rules.append((f"re:{pattern.removeprefix('-:').removeprefix('+:')}", stored))
     if only := _texts(found.get("modules_in_block_to_quantize")):
@@ -305,8 +306,8 @@ def _shares(model: Model, text: str, usual: str) -> Mapping[str, Share]:
     if _narrowest(rules) is None:
         rules = rules._replace(base=Stored(usual))
     matcher, found = _Matcher(rules.patterns), dict[str, Counter[Stored | None]]()
-    known, words = dict[Any, Any](), " ".join(pattern for pattern, _ in rules.patterns)
-    is_numbered = bool(re.search(r"layers\W", words))
+    known, text = dict[Any, Any](), " ".join(pattern for pattern, _ in rules.patterns)
+    words, is_numbered = frozenset(re.findall(r"\w+", text)), "layers" in text
     for number, layer in enumerate(own_layers(model)):
         key = layer, number if is_numbered else 0
         if key not in known:
@@ -332,7 +333,7 @@ def _share(counts: Counter[Stored | None]) -> Share:
     return Share(counts.most_common(1)[0][0], bytes_ / total)
 
 
-def _linears(part: Part, product: Product, number: int, words: str) -> Iterator[tuple[list[str], float]]:
+def _linears(part: Part, product: Product, number: int, words: Collection[str]) -> Iterator[tuple[list[str], float]]:
     """Yield the names that checkpoints give to each linear layer of a product, with its number of weights.
 
     Names of families that `words` do not contain are left out: they match nothing.
