@@ -373,6 +373,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, pools.STATE_SLOTS),
         **{"window_share": window_share, **_compressed_tokens(task, other_args, values, element, running)},
         offloaded=np.full(ranks.shape, PROGRAM.offloaded_bytes(task.spec)),
+        prefetched=PROGRAM.prefetched_share(task.spec, values[PP]),
         experts_on_host=np.full(ranks.shape, pools.experts_on_host(task.spec.model, other_args)),
         drafted=drafted,
         drafts_held=np.full(ranks.shape, 1 if _release(task) >= DRAFTS_FIRST_SINCE else -1),

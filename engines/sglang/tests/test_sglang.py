@@ -47,6 +47,9 @@ def test_attention_dp_is_inside_sglangs_tp_size_in_old_and_new_spelling(version:
 
 def test_weights_on_the_host_take_no_memory_of_the_device() -> None:
     assert settings(cards(engine_args={"cpu-offload-gb": 3})).offloaded.item() == pytest.approx(3 * GIB)
+    groups = {"offload-group-size": 2, "offload-num-in-group": 1}
+    layers = DENSE.num_layers // 2 - 1  # one is on its way
+    assert settings(cards(model=DENSE, engine_args=groups)).prefetched.item() * DENSE.num_layers == layers
     args = {"kt-weight-path": "/weights", "kt-num-gpu-experts": 32}
     assert settings(cards(model=EXPERTS, engine_args=args)).experts_on_host.item() == EXPERTS.num_layers * 0.75
     assert not settings(cards(model=DENSE, engine_args=args)).experts_on_host.any()

@@ -401,6 +401,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         cache_bytes=cache_bytes,
         cache_element_bytes=_element_bytes(task, values),
         offloaded=np.full(ranks.shape, PROGRAM.offloaded_bytes(task.spec)),
+        prefetched=PROGRAM.prefetched_share(task.spec, values[PP]),
         ahead=_batches_ahead(task, values),
         host_s=np.full(ranks.shape, np.nan) if hardware.on_cores else host_s,
         drafted=drafted,

@@ -211,9 +211,10 @@ def _on_host(serving: Serving, settings: Settings) -> FloatArray:
 
 def offloaded_bytes(serving: Serving, settings: Settings) -> FloatArray:
     """Return the bytes of a device's weights that are in the memory of the host: at most those of its layers."""
-    if not settings.offloaded.any():
+    if not (settings.offloaded.any() or settings.prefetched.any()):
         return np.zeros(settings.offloaded.shape)
-    return np.minimum(settings.offloaded, weight_bytes(serving, settings) - table_bytes(serving, settings))
+    layers = weight_bytes(serving, settings) - table_bytes(serving, settings)
+    return np.minimum(settings.offloaded + settings.prefetched * layers, layers)
 
 
 def table_bytes(serving: Serving, settings: Settings) -> FloatArray:

@@ -127,7 +127,7 @@ def predict(
     figures["kv_cache_request_bytes"] = (memory.token * max(serving.tokens, 1.0))[kinds.first_rows]
     if simulates:
         figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
-    unmeasured = costs.synchronous or untested or bool(settings.offloaded.any())
+    unmeasured = costs.synchronous or untested or bool(settings.offloaded.any() or settings.prefetched.any())
     factor = overheads.compared or overheads.uncalibrated or (WIDTH_FACTOR if costs.guessed else 1.0)
     loads = np.nan_to_num(figures.get("cache_load_s", np.zeros(kinds.size)))
     on_host = np.zeros(kinds.size)
@@ -199,7 +199,8 @@ def _memory_and_times(
 def with_drafts(times: IterationCosts, serving: Serving, settings: Settings, costs: Costs) -> IterationCosts:
     """Return iteration costs with those of drafts: of a pass through their layers and head, and on the host. Passes run
     on the last pipeline stage, for which the others wait."""
-    alone = replace(settings, pipeline=np.ones_like(settings.pipeline), offloaded=np.zeros_like(settings.offloaded))
+    none = np.zeros_like(settings.offloaded)
+    alone = replace(settings, pipeline=np.ones_like(settings.pipeline), offloaded=none, prefetched=none)
     layers, heads, cached = times.drafts, times.draft_heads, times.draft_cached
     for rows, draft, _ in drafts(serving, settings):
         each = iteration_costs(draft, alone, costs)

@@ -45,8 +45,8 @@ def drafts(serving: Serving, settings: Settings) -> Iterator[Draft]:
     format of the model, unless its checkpoint leaves it in 16 bits. The sizes of another model are
     those of `serving.draft`; it is left out if they are unknown."""
     model, serving = serving.model, serving._replace(adapters=AdaptedRequests())
-    head = {part: own for part, own in serving.parts.items() if part == HEAD}
-    wide = serving._replace(precision=serving.wide_precision, weight_bytes=None, parts=head)
+    of_head = {part: own for part, own in serving.parts.items() if part == HEAD}
+    wide = serving._replace(precision=serving.wide_precision, weight_bytes=None, parts=of_head)
     head, own_layer = (
         replace(model, num_layers=1, moe_first_dense_layers=0, layers=(layer,))
         for layer in (Layer(mixer=attention_of(model), network=dense_of(model)), depth_of(model).layer)

@@ -282,6 +282,11 @@ def test_a_device_alone_has_all_weights_of_a_model(name: str) -> None:
     assert weight_bytes(serving(model), settings()) == pytest.approx(2 * parameters(model), rel=1e-12)
 
 
+def test_layers_that_are_prefetched_leave_their_memory_to_the_cache() -> None:
+    device, host = (memory(serving(), prefetched=each) for each in (0.0, 0.25))
+    assert host.cache - device.cache == pytest.approx(0.25 * (16.38e9 - 2 * 2 * 151936 * 4096), rel=0.01)
+
+
 def test_experts_on_the_host_leave_their_memory_to_the_cache() -> None:
     device, host = (memory(serving(EXPERTS), experts_on_host=each) for each in (0.0, 27.0))
     assert host.cache - device.cache == pytest.approx(27 * 3 * 4096 * 768 * 128 * 2)
