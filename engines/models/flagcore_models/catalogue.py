@@ -16,8 +16,9 @@ from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import read_mapping, spec_error
 from flagcore.spec.validate import checked
 from flagcore_models.config import model_of_config
+from flagcore_models.formats import config_of, format_of_weights
 from flagcore_models.gguf import gguf_shape, with_layers
-from flagcore_models.keys import MODELS, context_of, format_of_weights, is_mxfp4, section_of
+from flagcore_models.keys import MODELS, context_of, is_mxfp4, section_of
 from flagcore_models.public import find_public, public_models, public_name, similar_models
 
 __all__ = ["of_keys", "public_model", "public_name", "read", "similar_models", "table"]
@@ -35,7 +36,7 @@ def read(path: Path) -> Model:
     if path.suffix == ".gguf":
         sizes = {key: value for key, value in gguf_shape(file).items() if value is not None}
         return with_layers(model_from({**sizes, "name": name}, base=path.parent, file=file), file)
-    data = read_mapping(path, file=file, key="model")
+    data = config_of(path, file=file, key="model")
     model = model_of_config(data, name=name, file=file)
     sizes_file = path.with_name("preprocessor_config.json")
     pixels = read_mapping(sizes_file, file=str(sizes_file), key="model") if sizes_file.is_file() else {}

@@ -1,5 +1,4 @@
-"""The keys of a Hugging Face config.json as `families.yaml` names them: defaults, aliases, computed sizes, and the
-number format of quantized weights."""
+"""The keys of a Hugging Face config.json as `families.yaml` names them: defaults, aliases and computed sizes."""
 
 import re
 from collections import Counter
@@ -231,56 +230,6 @@ def context_of(config: Mapping[str, Any], *, scales_yarn: bool = True) -> int | 
         original = rope["original_max_position_embeddings"]
     kinds = (*_STRETCHED, "yarn") if scales_yarn else _STRETCHED
     return max(length, int(original * factor)) if kind in kinds else length
-
-
-def format_of_weights(config: Mapping[str, Any]) -> str | None:
-    """Return the number format of quantized weights, or None if they are not quantized or the format is unknown.
-
-    Weights of 4 bits that are converted before computing, including mxfp4 of transformers (17/32 bytes), are reported
-    as int4. Reads the keys of transformers (AWQ, GPTQ, bitsandbytes, mxfp4, fp8), compressed-tensors (`config_groups`;
-    mxfp4 has one scale for 32 weights, vLLM 0.33 `_is_mxfp4`), ModelOpt, and Quark (vLLM 0.32 `quantization/quark`).
-    """
-    found = section_of(config, "quantization_config") or section_of(
-        section_of(config, "text_config"), "quantization_config"
-    )
-    group = next(iter(section_of(found, "config_groups").values()), None)
-    weights = section_of({"group": group}, "group").get("weights")
-    if not found:
-        return None
-    if not isinstance(weights, Mapping):
-        method, algorithm, bits = (found.get(key) for key in ("quant_method", "quant_algo", "bits"))
-        if bits == 4 or method == "mxfp4" or found.get("load_in_4bit") is True:
-            return "int4"
-        if bits == 8 or found.get("load_in_8bit") is True:
-            return "int8"
-        if method in ("fp8", "fbgemm_fp8") or algorithm == "FP8":
-            return "fp8"
-        if method == "quark":
-            stored = section_of(found, "global_quant_config").get("weight")
-            weight = next(iter(stored), None) if isinstance(stored, list) else stored  # nvfp4 has two scales
-            kind = section_of({"": weight}, "").get("dtype")
-            kinds = {"fp8_e4m3": "fp8", "int8": "int8", "int4": "int4", "uint4": "int4"}
-            return kinds.get(str(kind), ("nvfp4" if weight is not stored else "mxfp4") if kind == "fp4" else None)
-        return None if NVFP4.isdisjoint(algorithms_of(found).values()) else "nvfp4"
-    kind = "fp" if weights.get("type") == "float" else "int"
-    name = f"{kind}{weights.get('num_bits')}"
-    four = "mxfp4" if weights.get("group_size") == 32 else "nvfp4"
-    return {"fp4": four, "fp8": "fp8", "int8": "int8", "int4": "int4"}.get(name)
-
-
-NVFP4_WEIGHTS = "W4A16_NVFP4"
-"""ModelOpt's algorithm for NVFP4 weights that are multiplied in 16 bits."""
-NVFP4 = {"NVFP4", NVFP4_WEIGHTS}
-
-
-def algorithms_of(found: Mapping[str, Any]) -> dict[str, str]:
-    """Return ModelOpt's algorithm of each layer that a quantization_config lists, else that of all with an empty name.
-
-    Source: SGLang 0.5.16 `quantization/modelopt_quant.py` (ModelOptMixedPrecisionConfig).
-    """
-    layers = section_of(found, "quantized_layers")
-    listed = {name: str(section_of(layers, name).get("quant_algo")) for name in layers}
-    return listed or {"": str(found.get("quant_algo"))}
 
 
 def is_mxfp4(config: Mapping[str, Any]) -> bool:

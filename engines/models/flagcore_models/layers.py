@@ -149,6 +149,11 @@ def latent_layers(model: Model) -> int:
     return sum(number for each, number in attention_counts(model).items() if isinstance(each, LatentAttention))
 
 
+def sparse_latent(model: Model) -> LatentAttention | None:
+    """Return the latent attention of a model whose keys an indexer chooses. None if there is none."""
+    return next((each for each in attention_counts(model) if isinstance(each, LatentAttention) and each.indexer), None)
+
+
 def state_bytes(model: Model) -> float:
     """Return the bytes of the largest recurrent state that a layer has for a sequence. 0 if no layer has one."""
     return max((each.state_bytes for each in mixer_counts(model) if each.recurrent), default=0.0)

@@ -12,8 +12,9 @@ from typing import Any
 
 from flagcore.errors import SpecError
 from flagcore.spec.models import absolute_model, model_from
-from flagcore.spec.plain_data import Notes, package_yaml, parse_yaml, read_mapping
-from flagcore_models.keys import Table, format_of_weights, is_mxfp4, section_of
+from flagcore.spec.plain_data import Notes, package_yaml, parse_yaml
+from flagcore_models.formats import config_of, format_of_weights
+from flagcore_models.keys import Table, is_mxfp4, section_of
 
 _NAMES = package_yaml(__package__, "names.yaml")
 FORMATS, _SAME_SHAPE = _NAMES["formats"], _NAMES["same_shape"]
@@ -64,7 +65,7 @@ def find_public(name: str) -> tuple[dict[str, Any], str | None] | None:
         return config, format_of_weights(config)
     config.pop("quantization_config", None)
     for each in _NAMES["stated"]:
-        if lower.startswith(tuple(each["names"])) and weights in each["weights"]:
+        if lower.startswith(tuple(each["names"])) and weights in each["weights"] and each.get("word", "") in lower:
             whole = {"modules_to_not_convert": _NAMES["in_16_bits"].get(stem, [])}
             config["quantization_config"] = each["section"] | whole
             if attention := next((kind for word, kind in _NAMES["attention"].items() if f"-{word}" in lower), None):
@@ -77,7 +78,7 @@ def quant_method(weights: str) -> str:
     public = None if os.path.exists(weights) else find_public(weights)
     config, stored = public or (dict[str, Any](), None)
     with suppress(SpecError):
-        config = config or read_mapping(Path(weights, "config.json"), file="config.json")
+        config = config or config_of(Path(weights))
     named = next((each for each in ("awq", "gptq") if stored == "int4" and each in weights.lower()), "")
     return str(section_of(config, "quantization_config").get("quant_method", named))
 

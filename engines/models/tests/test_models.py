@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 from flagcore_models import catalogue, keys, public
+from flagcore_models.formats import format_of_weights
 from flagcore_models.gguf import context_length, gguf_shape
-from flagcore_models.keys import format_of_weights
 from flagcore_models.layers import (
     attention_by_size,
     attention_counts,

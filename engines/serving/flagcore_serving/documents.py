@@ -24,7 +24,7 @@ from flagcore.errors import SpecError, UsageError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.spec.knobs import knobs_of_engine, listed_type, section_of, value_type
 from flagcore.spec.models import ModelSource, model_of
-from flagcore.spec.plain_data import read_mapping, spec_error
+from flagcore.spec.plain_data import spec_error
 from flagcore.spec.schema import BUDGET, CommonSection, SearchSection, command_of, control_of, with_fields
 from flagcore.spec.shapes import Shape
 from flagcore.spec.validate import Context, Folder, RecordSection, Section, keys_of_record, rule
@@ -157,11 +157,10 @@ def _check_answers(profile: ProfileSection, figures: Iterable[str]) -> None:
 
 
 def _stored_format(weights: Path) -> str | None:
-    from flagcore_models.keys import format_of_weights
+    from flagcore_models.formats import config_of, format_of_weights
 
-    path = weights / "config.json" if weights.is_dir() else weights
     with suppress(SpecError):
-        return format_of_weights(read_mapping(path, file=path.name)) if path.suffix == ".json" else None
+        return format_of_weights(config_of(weights)) if weights.is_dir() or weights.suffix == ".json" else None
     return None
 
 

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 from flagcore_importers.programs import release
 from flagcore_models.keys import has_fp8_cache
-from flagcore_models.layers import attention_counts, latent_layers, mixer_counts, state_bytes
+from flagcore_models.layers import latent_layers, mixer_counts, sparse_latent, state_bytes
 from flagcore_models.mixers.compressed_attention import CompressedAttention
-from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_serving.job import EngineArg
 from flagcore_serving.space import adapters, knobs
 from flagcore_serving.space.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
@@ -210,7 +209,7 @@ def own_page(task: Task) -> int:
     """Return the tokens of a page if a model allows no other: 256 with compressed attention (Ascend: 128), 64 with
     sparse latent attention (0.5.12 `deepseek_v4_hook.py`, 0.5.23 `arg_groups/model_overrides`). Otherwise 0."""
     compressed = 128 if task.cluster.groups[0].chip.vendor == "ascend" else 256
-    return compressed if _is_compressed(task) else 64 * _is_sparse(task)
+    return compressed if _is_compressed(task) else 64 * (sparse_latent(task.spec.model) is not None)
 
 
 def page_sizes(task: Task, columns: Columns) -> IntArray:
@@ -284,25 +283,22 @@ def element_bytes(task: Task, columns: Columns) -> FloatArray:
 
     By default, sparse latent attention has a cache in fp8 on chips with a compute capability of 10 or more (0.5.6 and
     0.5.14 `server_args.py`, 0.5.23 `arg_groups/overrides.py`), Muse Spark on all (0.5.23), and checkpoints of ModelOpt
-    have what they state (0.5.23 `mem_cache/kv_cache_dtype.py`).
+    have what they state (0.5.23 `mem_cache/kv_cache_dtype.py`). On 9 its fp8 has scales of its own.
     """
     element = PROGRAM.element_bytes(columns)
     default = (columns[KV] == 0) | (columns[KV] == PROGRAM.code(KV, "auto"))
     if _is_compressed(task):
         return np.where(default | (element == 1.0), COMPRESSED_BYTES, element)
     capability = re.fullmatch(r"sm_(\d+)\d[a-z]?", task.cluster.groups[0].chip.architecture)
-    is_new = capability is not None and int(capability[1]) >= 10
-    is_narrow = (is_new and _is_sparse(task)) or task.spec.model.family.startswith("muse_spark")
+    number, sparse = int(capability[1]) if capability else 0, sparse_latent(task.spec.model)
+    is_narrow = (number >= 10 and sparse is not None) or task.spec.model.family.startswith("muse_spark")
     is_narrow = is_narrow or has_fp8_cache(task.spec.model, ("modelopt",))
-    return np.where(default, 1.0, element) if is_narrow else element
+    element = np.where(default, 1.0, element) if is_narrow else element
+    return np.where(element == 1.0, sparse.packed_bytes[0], element) if sparse and number == 9 else element
 
 
 def _is_compressed(task: Task) -> bool:
     return any(isinstance(each, CompressedAttention) for each in mixer_counts(task.spec.model))
-
-
-def _is_sparse(task: Task) -> bool:
-    return any(isinstance(each, LatentAttention) and each.indexer for each in attention_counts(task.spec.model))
 
 
 def _compressed_tokens(
@@ -377,6 +373,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         state_slots=np.where(values[knobs.PREFIX] == 0, 1.0, pools.STATE_SLOTS),
         **{"window_share": window_share, **_compressed_tokens(task, other_args, values, element, running)},
         offloaded=np.full(ranks.shape, PROGRAM.offloaded_bytes(task.spec)),
+        prefetched=PROGRAM.prefetched_share(task.spec, values[PP]),
         experts_on_host=np.full(ranks.shape, pools.experts_on_host(task.spec.model, other_args)),
         drafted=drafted,
         drafts_held=np.full(ranks.shape, 1 if _release(task) >= DRAFTS_FIRST_SINCE else -1),

@@ -47,6 +47,9 @@ def test_attention_dp_is_inside_sglangs_tp_size_in_old_and_new_spelling(version:
 
 def test_weights_on_the_host_take_no_memory_of_the_device() -> None:
     assert settings(cards(engine_args={"cpu-offload-gb": 3})).offloaded.item() == pytest.approx(3 * GIB)
+    groups = {"offload-group-size": 2, "offload-num-in-group": 1}
+    layers = DENSE.num_layers // 2 - 1  # one is on its way
+    assert settings(cards(model=DENSE, engine_args=groups)).prefetched.item() * DENSE.num_layers == layers
     args = {"kt-weight-path": "/weights", "kt-num-gpu-experts": 32}
     assert settings(cards(model=EXPERTS, engine_args=args)).experts_on_host.item() == EXPERTS.num_layers * 0.75
     assert not settings(cards(model=DENSE, engine_args=args)).experts_on_host.any()
@@ -127,13 +130,20 @@ def test_cached_states_are_planned_ahead_in_newer_releases_only() -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "words", "element"),
-    [("sm_90", {}, 2.0), ("sm_103", {}, 1.0), ("sm_100", {"kv_cache_type": "bfloat16"}, 2.0), ("gfx942", {}, 2.0)],
+    [
+        ("sm_90", {}, 2.0),
+        ("sm_103", {}, 1.0),
+        ("sm_100", {"kv_cache_type": "bfloat16"}, 2.0),
+        ("gfx942", {}, 2.0),
+        ("sm_90", {"kv_cache_type": "fp8_e4m3"}, 656 / 576),
+        ("sm_100", {"kv_cache_type": "fp8_e4m3"}, 1.0),
+    ],
 )
 def test_sparse_latent_attention_caches_fp8_by_default_on_new_chips(
     architecture: str, words: dict[str, str], element: float
 ) -> None:
     chip = {"architecture": architecture}
-    assert settings(cards(chip=chip), **words).cache_element_bytes.item() == 2.0
+    assert settings(cards(chip=chip), **words).cache_element_bytes.item() == (1.0 if "fp8" in str(words) else 2.0)
     assert settings(cards(chip=chip, model=SPARSE), **words).cache_element_bytes.item() == element
 
 

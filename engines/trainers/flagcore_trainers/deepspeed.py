@@ -15,7 +15,7 @@ from flagcore_importers.dialect import SUFFIXES
 from flagcore_models.layers import attention_counts, head_of, table_products
 from flagcore_training.adapters import as_noted
 from flagcore_training.commands import parse
-from flagcore_training.frameworks import framework_of, kept_framework, moment_bytes, reading, refuse_trials
+from flagcore_training.frameworks import framework_of, kept_framework, moments_of, reading, refuse_trials
 from flagcore_training.knobs import RuleTable
 from flagcore_training.lengths import length_warnings
 from flagcore_training.real_job import changed, launch
@@ -186,7 +186,8 @@ class DeepSpeed(Trainer):
         The scales of moments in 8 bits are left out.
         """
         is_muon = str(lookup(self.content(task.spec), "optimizer.type")).lower() == "muon"
-        narrow = {} if (moments := moment_bytes(task.spec)) is None else {"moments": int(moments), "fused_adam": True}
+        moments = moments_of(task.spec)
+        narrow = {"moments": int(moments[0].of(4.0)), "fused_adam": True} if moments else {}
         return super().states(task).model_copy(update={"muon": True} if is_muon else narrow)
 
     def _own_values(self, spec: Spec) -> Iterator[tuple[KnobRow, Knob, Any, KnobValue | None]]:

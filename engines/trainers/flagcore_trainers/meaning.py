@@ -17,7 +17,13 @@ import numpy as np
 from flagcore_models.layers import attention_counts, embedding_of, head_of, layer_counts, layer_embeddings
 from flagcore_models.mixers.attention import Attention
 from flagcore_training.adapters import absent_targets
-from flagcore_training.frameworks import has_tiled_loss, keeps_activations_on_host, of_replicas, plain_layers
+from flagcore_training.frameworks import (
+    has_tiled_loss,
+    keeps_activations_on_host,
+    moments_of,
+    of_replicas,
+    plain_layers,
+)
 from flagcore_training.layout import Layout, Options, Training
 from flagcore_training.lengths import in_time
 from flagcore_training.memory.activations import stored_scores
@@ -292,7 +298,9 @@ def training(task: Task, stage: int, offload: int, states: StateSection) -> Trai
     train, (is_fused, casts) = task.spec.train, plain_layers(task.spec)
     if stage == 0 and of_replicas(task.spec):
         wide = 2 * casts
-        own = {"gradients": 2 + wide, "main_weights": wide, "moments": min(states.moments, 4 + 2 * wide)}
+        named, element = moments_of(task.spec), 4.0 if task.spec.train.precision == "fp32" else 2.0 + wide
+        moments = named[0].of(element) if named else min(states.moments, 4 + 2 * wide)
+        own = {"gradients": 2 + wide, "main_weights": wide, "moments": moments}
         states = states.model_copy(update={**own, "fused_adam": True})
     first = states.moments // 2
     if states.muon:  # ZeRO 1 and 2 keep a second copy (DeepSpeed 0.19.8 `_muon_staging_momentum`)

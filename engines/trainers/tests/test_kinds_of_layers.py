@@ -13,6 +13,7 @@ from flagcore_importers.command import read_command
 from flagcore_megatron.engine import ENGINE as MEGATRON
 from flagcore_models.config import model_of_config
 from flagcore_models.layers import layer_counts, parameters, weights_by_group
+from flagcore_models.parts.tower import VisionTower
 from flagcore_trainers.deepspeed import BUCKET, DEEPSPEED, MICRO, OFFLOAD, ZERO
 from flagcore_trainers.fsdp2.engine import FSDP2
 from flagcore_trainers.fully_shard import AC, COMPILE, EP, REPLICATE, SELECTIVE, SHARD, STATES
@@ -350,17 +351,27 @@ def test_parameters_of_experts_have_the_rank_of_the_recipe(family: str, sizes: d
     [
         ("adamw_8bit", 2.0 * (1.0 + 4.0 / 256.0), 8.0),
         ("paged_adamw_8bit", 2.0 * (1.0 + 4.0 / 256.0), 8.0),
-        ("adamw_torch_4bit", 1.0 + 4.0 / 64.0, 8.0),
+        ("adamw_torch_4bit", 1.0 + 8.0 / 256.0, 1.0 + 8.0 / 256.0),  # torchao's, also of the embedding
+        ("adamw_torch_8bit", 2.0 * (1.0 + 4.0 / 256.0), 2.0 * (1.0 + 4.0 / 256.0)),
+        ("lion_8bit", 1.0 + 4.0 / 256.0, 4.0),
+        ("ademamix", 12.0, 12.0),
+        ("prodigy", 16.0, 16.0),
+        ("came_pytorch", 4.0, 4.0),
+        ("schedule_free_adamw", 8.0, 8.0),
+        ("schedule_free_sgd", 4.0, 4.0),
+        ("stable_adamw", 8.0, 8.0),
+        ("muon", 4.0, 8.0),
         ("lion_32bit", 4.0, 4.0),
         ("adafactor", 0.0, 0.0),
         ("adamw_torch", 8.0, 8.0),
-        ("galore_adamw", 8.0, 8.0),
+        ("galore_adamw", 0.347, 8.0),  # of rank 128
+        ("sophia", 8.0, 8.0),
     ],
 )
 def test_moments_have_the_bytes_of_the_optimizer(
     optimizer: str, moments: float, of_embedding: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But those of the embedding in 8 bits, which transformers' Trainer leaves in fp32. Other optimizers are named."""
+    """But those of the embedding in bitsandbytes' 8 bits, which transformers leaves in fp32. Others are named."""
     monkeypatch.chdir(tmp_path)
     text = "base_model: Qwen/Qwen3-8B\nsequence_len: 512\nfsdp_version: 2\nfsdp_config: {reshard_after_forward: true}\n"
     static = []
@@ -375,10 +386,21 @@ def test_moments_have_the_bytes_of_the_optimizer(
         )
         row = {knob.name: np.array([knob.axis(()).encode(values[knob.name])]) for knob in FSDP2.knobs}
         static.append(FSDP2.predict(platform.task, row, platform.costs).static_bytes[0])
-        assert any("optimizer" in note.key for note in imported.notes) == (each == "galore_adamw")
+        assert any("optimizer" in note.key for note in imported.notes) == (each == "sophia")
     table = 151936 * 4096
     saved = (8.19e9 - table) * (8.0 - moments) / 8 + table * (8.0 - of_embedding) / 8
     assert static[1] - static[0] == pytest.approx(saved, rel=0.001)
+
+
+@pytest.mark.parametrize(("options", "element"), [("", 4.0), ("--use_peft", 2.0)])
+def test_the_weights_of_a_vision_tower_are_loaded_for_text_too(options: str, element: float) -> None:
+    words = f"trl sft --model_name_or_path google/gemma-3-27b-it --accelerate_config fsdp2 --num_processes 8 {options}"
+    platform = planned(dict(read_command(None, [words], chip="H200").data))
+    job, row = platform.task, fsdp2_columns()
+    assert job.spec.model.vision is not None
+    text = replace(job, spec=replace(job.spec, model=replace(job.spec.model, vision=None)))
+    whole, others = (FSDP2.predict(each, row, platform.costs).static_bytes[0] for each in (job, text))
+    assert whole - others == pytest.approx(VisionTower(vision=job.spec.model.vision).weights * element)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flagcore_importers import dialect
 from flagcore_importers.dialect import OFF, Dialect, name_of, read_given, scalar
+from flagcore_models.layers import product_counts
 
 from flagcore.domain.launch import Start
+from flagcore.domain.model import Model
+from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Spec
 from flagcore.errors import SpecError
 from flagcore.i18n import _
@@ -18,7 +21,9 @@ from flagcore.spec.plain_data import package_yaml
 
 TABLES: Any = package_yaml(__package__, "frameworks.yaml")
 COMMON, MEGATRON = TABLES.pop("common"), TABLES.pop("megatron")
-OPTIMIZERS: dict[str, float] = COMMON["optimizers"]
+OPTIMIZERS: dict[str, list[list[float]]] = COMMON["optimizers"]
+LOW_RANK = 128
+"""The default rank of GaLore and APOLLO (transformers 5.24 `trainer_optimizer.py`)."""
 CONFIG = "{config}"
 """A word of a command that stands for the path of the configuration file. Without it, the user's path is replaced."""
 CONFIG_FLAGS = ("--config", "-c", "--config_file", "--config-file", "--accelerate_config")
@@ -72,14 +77,52 @@ def keeps_activations_on_host(spec: Spec) -> str:
     return "checkpoints" if _is_on(spec, name, "host_checkpoints") else ""
 
 
-def moment_bytes(spec: Spec) -> float | None:
-    """Return the bytes of moments per weight of the optimizer that a framework's command names, or None: as Adam's."""
-    if framework_of(spec.train.command or ()):
-        with suppress(SpecError):
-            read = reading(spec)
-            named = (read.given[key] for key, is_known in read.found("moments").items() if is_known)
-            return next((OPTIMIZERS[each] for value in named for each in OPTIMIZERS if re.search(each, value)), None)
+class Moments(NamedTuple):
+    """The states of an optimizer per weight: `bytes`, and `elements` of the type of the weights."""
+
+    bytes: float = 0.0
+    elements: float = 0.0
+
+    def of(self, element: FloatArray | float) -> FloatArray | float:
+        """Return the bytes beside a weight of `element` bytes."""
+        return self.bytes + self.elements * element
+
+
+ADAM = Moments(elements=2.0)
+
+
+def moments_of(spec: Spec) -> tuple[Moments, Moments] | None:
+    """Return the states of the optimizer that a framework's command names: those of layers, and of the embedding.
+
+    None: as Adam's. GaLore and APOLLO have the states of another optimizer for gradients of a `rank` and, beside them,
+    the projection to it (galore-torch 1.0, apollo-torch 1.0).
+    """
+    if framework_of(spec.train.command or ()) is None:
+        return None
+    with suppress(SpecError):
+        read = reading(spec)
+        for value in (str(read.given[key]) for key, is_known in read.found("moments").items() if is_known):
+            name = re.sub(r"^(galore|apollo)_", "", value)
+            rows = next((row for pattern, row in OPTIMIZERS.items() if re.search(pattern, name)), [ADAM])
+            layers, table = Moments(*rows[0]), Moments(*rows[-1])
+            if name == value:
+                return layers, table
+            rank = re.search(r"\brank\W+(\d+)", str(read.given.get("optim_args")))
+            share, projection = _low_rank(spec.model, int(rank[1]) if rank else LOW_RANK)
+            return Moments(layers.bytes * share, layers.elements * share + projection), table
     return None
+
+
+def _low_rank(model: Model, rank: int) -> tuple[float, float]:
+    """Return the elements of a gradient of a rank, and of the projection to it, per weight of a linear layer."""
+    total = projected = kept = 0.0
+    for product, number in product_counts(model).items():
+        for layer in product.layers:
+            small, large = sorted((product.inputs, layer.width))
+            total += number * small * large
+            projected += number * min(rank, small) * large
+            kept += number * min(rank, small) * small
+    return projected / total, kept / total
 
 
 def whole_weights(spec: Spec) -> tuple[bool, bool]:

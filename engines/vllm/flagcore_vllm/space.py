@@ -13,7 +13,7 @@ from contextlib import suppress
 import numpy as np
 from flagcore_importers.programs import release, strip_dashes
 from flagcore_models.keys import has_fp8_cache
-from flagcore_models.layers import attention_counts, latent_layers, state_bytes
+from flagcore_models.layers import attention_counts, latent_layers, sparse_latent, state_bytes
 from flagcore_models.mixers.latent_attention import LatentAttention
 from flagcore_serving.job import EngineArg
 from flagcore_serving.space import adapters, knobs
@@ -278,9 +278,26 @@ def _element_bytes(task: Task, columns: Columns) -> FloatArray:
     `utils/torch_utils.py`, `layers/attention/attention.py`), or those of the model's type."""
     is_wide = PROGRAM.parse(task.spec).others.get("dtype") in ("float32", "float")
     is_default = (columns[KV] == 0) | (columns[KV] == PROGRAM.code(KV, "auto"))
+    element = np.where((columns[KV] == 0) & is_wide, 4.0, PROGRAM.element_bytes(columns))
     if has_fp8_cache(task.spec.model, ("compressed-tensors", "modelopt")):
-        return np.where(is_default, 1.0, PROGRAM.element_bytes(columns))
-    return np.where((columns[KV] == 0) & is_wide, 4.0, PROGRAM.element_bytes(columns))
+        element = np.where(is_default, 1.0, PROGRAM.element_bytes(columns))
+    sparse = sparse_latent(task.spec.model)
+    return element if sparse is None else _packed_bytes(task, columns, element, sparse.packed_bytes)
+
+
+def _packed_bytes(task: Task, columns: Columns, element: FloatArray, packed: tuple[float, float]) -> FloatArray:
+    """Return the bytes per element of the cache of sparse latent attention, whose kernels have layouts of their own.
+
+    FlashMLA's, the default on the compute capability 9, has one for all 8-bit types, and FlashInfer's on 12 has it by
+    default (0.32 `layers/attention/mla_attention.py`, _canonicalize_sparse_mla_kv_cache_dtype).
+    """
+    args, chip = PROGRAM.parse(task.spec).others, task.cluster.groups[0].chip.architecture
+    is_named = "FLASHMLA_SPARSE" in str(args.get("attention-backend", "")).upper()
+    narrow = element < 2.0 if is_named or chip.startswith("sm_9") else columns[KV] == PROGRAM.code(KV, "fp8_ds_mla")
+    if chip.startswith("sm_12"):
+        narrow = narrow | (element == 1.0) | (columns[KV] == 0) | (columns[KV] == PROGRAM.code(KV, "auto"))
+    found = np.where(narrow, packed[0], element)
+    return np.where(columns[KV] == PROGRAM.code(KV, "nvfp4_ds_mla"), packed[1], found)
 
 
 def caches_by_default(spec: Spec) -> bool:
@@ -384,6 +401,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         cache_bytes=cache_bytes,
         cache_element_bytes=_element_bytes(task, values),
         offloaded=np.full(ranks.shape, PROGRAM.offloaded_bytes(task.spec)),
+        prefetched=PROGRAM.prefetched_share(task.spec, values[PP]),
         ahead=_batches_ahead(task, values),
         host_s=np.full(ranks.shape, np.nan) if hardware.on_cores else host_s,
         drafted=drafted,

@@ -27,6 +27,14 @@ class LatentAttention(Attention):
     rope_dim: int
 
     @property
+    def packed_bytes(self) -> tuple[float, float]:
+        """Bytes per cached element of the layouts of sparse kernels: FP8 with an fp32 scale per 128 and the rotary part
+        in 16 bits, and NVFP4 with that part in FP8. 656 and 352 bytes a token (vLLM 0.32 `flashmla_sparse.py`)."""
+        latent, rope = self.latent_rank, self.rope_dim
+        sizes = latent * (1.0 + 4.0 / 128.0) + 2.0 * rope, latent * 9.0 / 16.0 + rope
+        return sizes[0] / (latent + rope), sizes[1] / (latent + rope)
+
+    @property
     def key_width(self) -> int:
         return self.query_width
 

@@ -7,6 +7,7 @@ table over a grid of token counts. Attention adds a time per cached token that i
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
+from flagcore_models.formats import HEAD
 from flagcore_models.layers import (
     attention_by_size,
     connections,
@@ -38,7 +39,7 @@ from flagcore_serving.model.experts import (
 from flagcore_serving.model.products import ffn_seconds, linear, product_seconds
 from flagcore_serving.model.work import Serving
 from flagcore_serving.space.settings import Settings
-from flagcore_serving.space.weights import DENSE, HEAD
+from flagcore_serving.space.weights import DENSE
 
 NODES: FloatArray = np.array(
     [
@@ -143,7 +144,7 @@ def _of_distinct(serving: Serving, settings: Settings, costs: Costs) -> Iteratio
     local = local + adapter_seconds(serving, column, costs, tokens, pairs_of(serving, column))
     shared, exchanged, summed = _of_experts(serving, column, costs, tokens)
     (described,) = head_of(model).products(model.hidden_size)
-    described = replace(described, group=HEAD) if serving.head else described
+    described = replace(described, group=HEAD) if HEAD in serving.parts else described
     head = product_seconds(described, serving, column, kernels, tokens)
     head = head + adapter_seconds(serving, column, costs, tokens, head_pair(serving, column))
     passes = NODES / tokens

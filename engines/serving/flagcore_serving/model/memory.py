@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
+from flagcore_models.formats import HEAD
 from flagcore_models.layers import (
     attention_counts,
     connections,
@@ -28,7 +29,7 @@ from flagcore_serving.model.speculation import drafts
 from flagcore_serving.model.vision import tower_bytes
 from flagcore_serving.model.work import Serving
 from flagcore_serving.space.settings import GRAPH_BYTES, Settings
-from flagcore_serving.space.weights import ATTENTION, DENSE, EXPERTS, HEAD, SHARED
+from flagcore_serving.space.weights import ATTENTION, DENSE, EXPERTS, SHARED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +99,10 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
         held = held + beside * np.minimum(driver, outside)
         budget, free = settings.memory_fraction * capacity - held, capacity - driver + 0.0 * weights
     other = 0.0 if overheads.activations_beside else activations + graphs
-    rest = settings.rest_share * (free - weights - adapters - activations - graphs)
-    cache = np.where(np.isnan(settings.rest_share), budget - weights - adapters - other, rest) - settings.request_bytes
+    on_host = _on_host(serving, settings) * expert_bytes(serving, settings) / settings.cores
+    rest = settings.rest_share * (free - weights + on_host - adapters - activations - graphs)
+    left = budget - weights + on_host - adapters - other
+    cache = np.where(np.isnan(settings.rest_share), left, rest) - settings.request_bytes
     cache = np.where(np.isnan(settings.cache_bytes), cache, settings.cache_bytes)
     kept = {name: getattr(overheads, name) for name in ("frees_windows", "indexes_all", "caches_reused")}
     tokens, sequence = np.maximum(serving.tokens, 1.0), settings.sequence_bytes
@@ -136,7 +139,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     share = np.minimum(settings.on_device * (model.num_layers + 1) / model.num_layers, 1.0)
     layers = np.maximum(weights - table_bytes(serving, settings), 0.0) * share
     weights = np.where(settings.on_device < 1.0, layers, weights)
-    weights = weights - _on_host(serving, settings) * expert_bytes(serving, settings) / settings.cores
+    weights = weights - on_host
     longest_tokens = whole / longest_token
     cache, token, longest_token = cache * share, token * share, longest_token * share
     return ServingMemory(
@@ -208,9 +211,10 @@ def _on_host(serving: Serving, settings: Settings) -> FloatArray:
 
 def offloaded_bytes(serving: Serving, settings: Settings) -> FloatArray:
     """Return the bytes of a device's weights that are in the memory of the host: at most those of its layers."""
-    if not settings.offloaded.any():
+    if not (settings.offloaded.any() or settings.prefetched.any()):
         return np.zeros(settings.offloaded.shape)
-    return np.minimum(settings.offloaded, weight_bytes(serving, settings) - table_bytes(serving, settings))
+    layers = weight_bytes(serving, settings) - table_bytes(serving, settings)
+    return np.minimum(settings.offloaded + settings.prefetched * layers, layers)
 
 
 def table_bytes(serving: Serving, settings: Settings) -> FloatArray:
@@ -220,7 +224,7 @@ def table_bytes(serving: Serving, settings: Settings) -> FloatArray:
     tables = np.where(settings.pipeline > 1, 1.0, 1.0 + own_head)
     (table,) = embedding_of(model).products(model.hidden_size)
     rank_bytes: FloatArray = tables * (2.0 if head is None else head) * table.weights / settings.tensor
-    if serving.head and model.untie_embeddings_and_output_weights:
+    if HEAD in serving.parts and model.untie_embeddings_and_output_weights:
         whole, narrow = 2.0 * table.weights / settings.tensor, serving.bytes_of(HEAD) * table.weights / settings.tensor
         rank_bytes = np.where(settings.pipeline > 1, rank_bytes, whole + narrow / settings.head_ranks)
     own = sum(each.weights for each in layer_embeddings(model))

@@ -13,6 +13,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.domain.spec import Task, figure_name, is_rate
+from flagcore.physics.roofline import BYTES
 from flagcore_serving.model.adapters import swap_seconds
 from flagcore_serving.model.attention import REFERENCE_TOKENS
 from flagcore_serving.model.candidates import Candidates, expected_figures, time_parts
@@ -29,6 +30,7 @@ from flagcore_serving.space.placement import ENCODES, InstanceKinds, uniform_kin
 from flagcore_serving.space.settings import Settings
 from flagcore_serving.space.weights import (
     ATTENTION,
+    EXPERTS,
     STORED_BYTES,
     Quantization,
     cache_bytes_per_token,
@@ -125,7 +127,7 @@ def predict(
     figures["kv_cache_request_bytes"] = (memory.token * max(serving.tokens, 1.0))[kinds.first_rows]
     if simulates:
         figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
-    unmeasured = costs.synchronous or untested or bool(settings.offloaded.any())
+    unmeasured = costs.synchronous or untested or bool(settings.offloaded.any() or settings.prefetched.any())
     factor = overheads.compared or overheads.uncalibrated or (WIDTH_FACTOR if costs.guessed else 1.0)
     loads = np.nan_to_num(figures.get("cache_load_s", np.zeros(kinds.size)))
     on_host = np.zeros(kinds.size)
@@ -197,7 +199,8 @@ def _memory_and_times(
 def with_drafts(times: IterationCosts, serving: Serving, settings: Settings, costs: Costs) -> IterationCosts:
     """Return iteration costs with those of drafts: of a pass through their layers and head, and on the host. Passes run
     on the last pipeline stage, for which the others wait."""
-    alone = replace(settings, pipeline=np.ones_like(settings.pipeline), offloaded=np.zeros_like(settings.offloaded))
+    none = np.zeros_like(settings.offloaded)
+    alone = replace(settings, pipeline=np.ones_like(settings.pipeline), offloaded=none, prefetched=none)
     layers, heads, cached = times.drafts, times.draft_heads, times.draft_cached
     for rows, draft, _ in drafts(serving, settings):
         each = iteration_costs(draft, alone, costs)
@@ -237,24 +240,26 @@ def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads, draft: Mo
     serving = serving._replace(architecture=group.chip.architecture, peak=peak.value if peak else math.nan)
     host, checkpoint = group.chip.host_bytes_per_second, quantization(task.spec) or Quantization()
     if precision == "mxfp4" and ATTENTION in checkpoint.wide and (narrow := overheads.narrows):
-        checkpoint = checkpoint._replace(wide=checkpoint.wide - {ATTENTION}, attention=narrow)
+        own = {**checkpoint.parts, ATTENTION: (narrow, None)}
+        checkpoint = checkpoint._replace(wide=checkpoint.wide - {ATTENTION}, parts=own)
     serving = serving._replace(link_domain=group.link_domain, bus_ranks=bus_ranks, wide=checkpoint.wide)
     serving = serving._replace(host_rate=host.value if host else HOST_RATE, adapters=AdaptedRequests.of(loads[0]))
     precision, only_stored = checkpoint.others or precision, checkpoint.weights_only
     # kernels that convert FP8 have a scale in 16 bits for each column (vLLM 0.32 `utils/marlin_utils_fp8.py`)
     stored = 1.0 + 2.0 / checkpoint.block if precision == "fp8" and checkpoint.block > 1 else checkpoint.bytes
     computed, weight_bytes = _computed(kernels, precision, file_bytes, stored, only_stored=only_stored)
-    routed, projections = (
-        _computed(kernels, each) if each else None for each in (checkpoint.experts, checkpoint.attention)
-    )
-    head = _computed(kernels, checkpoint.head, only_stored=only_stored) if checkpoint.head else None
-    form = checkpoint.experts or ("w4a16" if only_stored else precision)
+    parts = {
+        part: _part(kernels, form, size, only_stored=only_stored and part not in (ATTENTION, EXPERTS))
+        for part, (form, size) in checkpoint.parts.items()
+    }
+    experts = checkpoint.parts.get(EXPERTS, ("", None))[0]
+    form = experts or ("w4a16" if only_stored else precision)
     overheads = replace(overheads, **overheads.grouped.get(serving.architecture, {}).get(form, {}))
     if form in STORED_BYTES and form in overheads.experts:
-        overheads = replace(overheads, experts={(routed or (computed,))[0]: overheads.experts[form]})
+        overheads = replace(overheads, experts={parts.get(EXPERTS, (computed,))[0]: overheads.experts[form]})
     if overheads.embeds_on_host and not Hardware.of(task).on_cores:
         serving = serving._replace(head_bytes=weight_bytes or 2.0)
-    serving = serving._replace(weight_bytes=weight_bytes, routed=routed, projections=projections, head=head)
+    serving = serving._replace(weight_bytes=weight_bytes, parts=parts)
     return serving._replace(precision=computed, overheads=overheads)
 
 
@@ -273,6 +278,14 @@ def _computed(
     stored = {"fp8": 1.0, "mxfp8": 1.0, "int8": 1.0, "nvfp4": 0.5625, "fp4": 0.5625, **STORED_BYTES}
     computed = precision if file_bytes and precision in supported else supported[0] if supported else "bf16"
     return computed, file_bytes or stored_bytes or stored.get(precision)
+
+
+def _part(
+    kernels: KernelCosts, precision: str, size: float | None, *, only_stored: bool
+) -> tuple[str, float | None, float]:
+    """Return what `_computed` does for a part of a model, and its mean bytes per weight. `size`: see `Quantization`."""
+    computed, stored = _computed(kernels, precision, None, size, only_stored=only_stored)
+    return computed, stored, size or (BYTES.get(computed, 2.0) if stored is None else stored)
 
 
 def _computes(kernels: KernelCosts, precision: str) -> bool:

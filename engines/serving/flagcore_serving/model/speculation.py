@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from flagcore_models.formats import HEAD, MTP
 from flagcore_models.layers import attention_of, dense_of, depth_of
 
 from flagcore.domain.model import Layer
@@ -17,7 +18,6 @@ from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore_serving.job import SCHEMES, Load, Rates
 from flagcore_serving.model.work import AdaptedRequests, Serving
 from flagcore_serving.space.settings import Settings
-from flagcore_serving.space.weights import MTP
 
 USUAL = {"mtp": 0.7, "eagle": 0.6, "eagle3": 0.65, "draft_model": 0.6}
 """The acceptance that is assumed if it is unknown. MTP of DeepSeek-V3: a mean length of 2.18 with 2 drafts and 2.44
@@ -45,7 +45,8 @@ def drafts(serving: Serving, settings: Settings) -> Iterator[Draft]:
     format of the model, unless its checkpoint leaves it in 16 bits. The sizes of another model are
     those of `serving.draft`; it is left out if they are unknown."""
     model, serving = serving.model, serving._replace(adapters=AdaptedRequests())
-    wide = serving._replace(precision=serving.wide_precision, weight_bytes=None, routed=None, projections=None)
+    of_head = {part: own for part, own in serving.parts.items() if part == HEAD}
+    wide = serving._replace(precision=serving.wide_precision, weight_bytes=None, parts=of_head)
     head, own_layer = (
         replace(model, num_layers=1, moe_first_dense_layers=0, layers=(layer,))
         for layer in (Layer(mixer=attention_of(model), network=dense_of(model)), depth_of(model).layer)

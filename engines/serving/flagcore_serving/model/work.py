@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.physics.roofline import BYTES
 from flagcore_serving.job import Load
-from flagcore_serving.space.weights import ATTENTION, EXPERTS, HEAD
+from flagcore_serving.space.weights import ATTENTION
 
 TOKENIZER = 1.25e-6
 """Seconds per token that a tokenizer takes: 50 ms for 40,000 tokens (TensorRT-LLM pull request 13377). Engines tokenize
@@ -279,8 +280,7 @@ class Serving(NamedTuple):
 
     - `precision`: the format in which the weights are multiplied.
     - `weight_bytes`: bytes per stored weight if the weights are stored in another format; None if they are not.
-    - `routed`, `projections`: the same two of routed experts and of attention projections, if they have another format.
-    - `head`: the same two of the output head, if it does not have 16 bits.
+    - `parts`: the same two of parts with a format of their own (see `Quantization`), and their mean bytes per weight.
     - `wide`: the parts of the model that are stored in 16 bits (see `Quantization`).
     - `head_bytes`: bytes per weight of the head if devices have no embedding; None if they have both, in 16 bits.
     - `link_domain`: number of consecutive devices that are connected without the network.
@@ -296,9 +296,7 @@ class Serving(NamedTuple):
     precision: str
     overheads: Overheads
     weight_bytes: float | None = None
-    routed: tuple[str, float | None] | None = None
-    projections: tuple[str, float | None] | None = None
-    head: tuple[str, float | None] | None = None
+    parts: Mapping[str, tuple[str, float | None, float]] = MappingProxyType({})
     wide: frozenset[str] = frozenset()
     head_bytes: float | None = None
     link_domain: int = 8
@@ -331,13 +329,15 @@ class Serving(NamedTuple):
 
         The bytes are None if the weights are stored in this format.
         """
-        if found := {EXPERTS: self.routed, ATTENTION: self.projections, HEAD: self.head}.get(group):
-            return found
+        if found := self.parts.get(group):
+            return found[:2]
         is_wide = not group or (group == ATTENTION and ATTENTION in self.wide)
         return self.wide_precision if is_wide else self.precision, self.weight_bytes
 
     def bytes_of(self, group: str) -> float:
         """Return the bytes of a weight of a group (see `Product`)."""
+        if group in self.parts:
+            return self.parts[group][2]
         if not group or group in self.wide:
             return 2.0
         precision, stored = self.format_of(group)

@@ -443,6 +443,23 @@ class Program:
         gib = self.split(spec).others.get(self.offload_flag) if self.offload_flag else None
         return float(gib) * 2.0**30 if isinstance(gib, int | float) else 0.0
 
+    def prefetched_share(self, spec: Spec, pipeline: IntArray) -> FloatArray:
+        """Return the share of layers on the host: the last ones of each group, less those for which there are buffers.
+
+        0 if only named parameters are there. Source: vLLM 0.32 `model_executor/offloader/prefetch.py`, adapted from
+        SGLang's `utils/offloader.py`.
+        """
+        given = self.split(spec).others
+        names = ("offload-group-size", "offload-num-in-group", "offload-prefetch-step")
+        sizes = [given.get(name, 1 if at else 0) for at, name in enumerate(names)]
+        group, number, step = (each if isinstance(each, int) and each > 0 else 0 for each in sizes)
+        uses_other = given.get("offload-backend", "prefetch") == "uva" or given.get("offload-params")
+        layers = np.ceil(spec.model.num_layers / pipeline.clip(1))
+        if not group or number > group or uses_other:
+            return np.zeros_like(layers)
+        on_host = np.floor(layers / group) * number + np.maximum(layers % group - (group - number), 0.0)
+        return np.asarray(np.maximum(on_host - step, 0.0) / layers)
+
     def unclassed(self, names: Iterable[str]) -> list[str]:
         """Return those of `names` that are no knobs, and that have no class. A flag may be negated."""
         known = {*self.reserved, *self.model_flags, *self.short_flags, *self.digit_flags, "config", "help"}

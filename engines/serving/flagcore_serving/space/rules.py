@@ -237,7 +237,7 @@ def _quantized_blocks(task: Task, whole: Collection[str]) -> tuple[Rule, ...]:
     block = stored.block
     products = [each for network in network_counts(model) for each in network.products(model.hidden_size)]
     split = [each for each in products if each.split == "inputs" and each.group not in {*stored.wide, *whole}]
-    blocks = {EXPERTS: 32} if stored.experts else {}  # 4 bits with a scale per 32 weights
+    blocks = {EXPERTS: 32} if EXPERTS in stored.parts else {}  # 4 bits with a scale per 32 weights
 
     def broken(c: Columns) -> BoolArray:
         tensor = c[TP].clip(1)

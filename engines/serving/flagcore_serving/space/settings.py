@@ -51,6 +51,7 @@ class Settings:
     - `memory_fraction`: share of a device's memory for weights, activations and cache; NaN if `cache_bytes` is set.
     - `cache_bytes`: fixed size of the cache on each device; NaN if `memory_fraction` or `rest_share` determines it.
     - `rest_share`: share, for the cache, of what all else leaves free; NaN if the other two determine its size.
+    - `prefetched`: the share of the layers that are in the memory of the host without a buffer on the device, likewise.
     - `offloaded`: bytes of the layers' weights of each device that are in the memory of the host, and that each pass
       reads from there.
     - `experts_on_host`: the first layers with experts whose routed experts are in the memory of the host.
@@ -132,6 +133,7 @@ class Settings:
     longest_bytes: FloatArray
     least_cache: FloatArray
     offloaded: FloatArray
+    prefetched: FloatArray
     experts_on_host: FloatArray
     state_share: FloatArray
     state_slots: FloatArray
@@ -235,7 +237,7 @@ USUAL: Mapping[str, float] = {
     **dict.fromkeys(("whole", "memory_fraction", "cache_bytes", "rest_share", "host_s", "direct"), math.nan),
     **dict.fromkeys(("token_bytes", "longest_bytes", "masked_rate"), math.nan),
     **dict.fromkeys(("block_bytes", "sequence_bytes", "admission_bytes", "chunk_tokens"), 0.0),
-    **dict.fromkeys(("window_kept", "request_bytes"), 0.0),
+    **dict.fromkeys(("window_kept", "request_bytes", "prefetched"), 0.0),
     **dict.fromkeys(
         ("least_cache", "offloaded", "experts_on_host", "state_share", "window_share", "draft_host_s", "ahead"), 0.0
     ),

@@ -3,25 +3,27 @@
 import glob
 import math
 import os
-import re
 from collections.abc import Mapping
 from contextlib import suppress
-from fnmatch import fnmatchcase
-from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from flagcore_importers.programs import strip_dashes
-from flagcore_models.gguf import context_length
-from flagcore_models.keys import (
-    NVFP4,
-    NVFP4_WEIGHTS,
-    algorithms_of,
-    context_of,
+from flagcore_models.formats import (
+    HEAD,
+    IGNORED,
+    MTP,
+    Share,
+    block_sizes,
+    config_of,
     format_of_weights,
-    is_mxfp4,
-    section_of,
+    quantization_of,
+    rules_of,
+    shares,
 )
+from flagcore_models.gguf import context_length
+from flagcore_models.keys import context_of, is_mxfp4
 from flagcore_models.layers import attention_counts, latent_layers, mixer_counts, weights_by_group
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.parts.tower import VisionTower
@@ -31,7 +33,6 @@ from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, SpecError
 from flagcore.physics.roofline import BYTES
-from flagcore.spec.plain_data import read_mapping
 from flagcore_serving.job import QUANTIZERS
 from flagcore_serving.space.hardware import Hardware
 
@@ -119,19 +120,13 @@ def context_at(weights: str, *, scales_yarn: bool = True) -> int | None:
 def _config(weights: str) -> dict[str, Any]:
     """Return the contents of a config.json, given its path or its directory. Empty if it cannot be read."""
     with suppress(SpecError):
-        return read_mapping(Path(weights if weights.endswith(".json") else f"{weights}/{_CONFIG}"), file=_CONFIG)
+        return config_of(Path(weights))
     return {}
 
 
 def _names_quantization(weights: str) -> bool:
     files = glob.iglob(os.path.join(glob.escape(weights), "*quant*_config.json"))
-    return bool(_settings_of(_config(weights))) or any(files)
-
-
-def _settings_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the quantization_config of a config.json, perhaps that of its text model."""
-    key = "quantization_config"
-    return section_of(config, key) or section_of(section_of(config, "text_config"), key)
+    return bool(quantization_of(_config(weights))) or any(files)
 
 
 def is_quantized(weights: str) -> bool:
@@ -146,18 +141,7 @@ def has_unknown_format(weights: str) -> bool:
     return _names_quantization(weights) and format_of_weights(_config(weights)) is None
 
 
-ATTENTION, DENSE, SHARED, EXPERTS, MTP = "attention", "dense", "shared experts", "experts", "multi-token prediction"
-HEAD = "head"
-_MODULES = {
-    ATTENTION: ("model.layers.{middle}.self_attn.o_proj",),
-    DENSE: ("model.layers.0.mlp.down_proj",),
-    SHARED: ("model.layers.{middle}.mlp.shared_experts.down_proj", "model.layers.{middle}.mlp.shared_expert.down_proj"),
-    EXPERTS: ("model.layers.{middle}.mlp.experts.0.down_proj",),
-    MTP: ("mtp.layers.0.mlp.{network}down_proj",),
-}
-"""The modules of each part of a model, as checkpoints name them. `network`: the expert of a mixture."""
-_IGNORED = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
-"""Keys of a quantization_config with the modules that it leaves out."""
+ATTENTION, DENSE, SHARED, EXPERTS = "attention", "dense", "shared experts", "experts"
 _FOUR_BITS = ("nvfp4", "mxfp4")
 """Formats that checkpoints with experts have for the experts, but, without a list, not for attention (nvidia's, and
 amd's: sgl-project/sglang pull request 21529, huggingface.co/amd/Qwen3.5-397B-A17B-MoE-MXFP4)."""
@@ -171,8 +155,8 @@ class Quantization(NamedTuple):
     - `block`: the columns or rows that share a scale, of which a shard must be a multiple; 1 if any shard loads.
     - `bytes`: bytes per quantized weight with its scales. None means those of its format.
     - `wide`: the parts of the model that are stored in 16 bits.
-    - `experts`, `attention`: the format of routed experts and of attention projections; empty if that of the others.
-    - `head`: the format of the output head; empty if that is 16 bits.
+    - `parts`: the format of the parts with one of their own, and its bytes per weight if they are not those of the
+      format: groups of `Product`, and the output head, which others store in 16 bits.
     - `others`: the format of the other weights; empty if it is the precision of the spec.
     - `weights_only`: whether activations keep 16 bits, so that all but attention is multiplied in 16 bits.
     """
@@ -180,9 +164,7 @@ class Quantization(NamedTuple):
     block: int = 1
     bytes: float | None = None
     wide: frozenset[str] = frozenset()
-    experts: str = ""
-    attention: str = ""
-    head: str = ""
+    parts: Mapping[str, tuple[str, float | None]] = MappingProxyType({})
     others: str = ""
     weights_only: bool = False
 
@@ -202,37 +184,50 @@ def quantization(spec: Spec) -> Quantization | None:
     public = _named(spec) if weights is None else None if os.path.exists(weights) else find_public(weights)
     config = public[0] if public else _config(weights) if weights else {}
     has_wide_attention = precision in _FOUR_BITS and spec.model.num_moe_experts is not None
-    if not (found := _settings_of(config)):
+    if not (found := quantization_of(config)):
         block = _GROUP if weights and public and public[1] == "int4" else 1
         wide = frozenset({ATTENTION} if has_wide_attention else ())
         return Quantization(block, wide=wide) if wide or block > 1 else None
-    sizes = _block_sizes(found)
-    name, algorithms = format_of_weights(config), algorithms_of(found)
-    lists = [found[key] for key in _IGNORED if isinstance(found.get(key), list)]
-    ignored = tuple(str(each) for listed in lists for each in listed)
-    wide = _wide_parts(ignored, spec.model.num_layers // 2, "experts.0." if spec.model.num_moe_experts else "")
-    stored = public[1] if public else name
-    is_listed = lists and stored == precision in _FOUR_BITS and not (precision == "nvfp4" and latent_layers(spec.model))
-    listed_attention = precision if is_listed and ATTENTION not in wide else ""
-    has_narrow_head = algorithms.get("lm_head") in NVFP4
-    has_fp8_attention = any("attn" in layer and each == "FP8" for layer, each in algorithms.items())
+    sizes, name = block_sizes(found), format_of_weights(config)
+    listed, rules = shares(spec.model, found, precision), rules_of(found)
     is_own = public is None or public[1] == precision
+    wide = frozenset(group for group, each in listed.items() if each == (None, 2.0) and group != HEAD)
     is_int4 = name == "int4" and not is_mxfp4(config)
-    has_fp4_experts = "fp4" in (config.get("expert_dtype"), found.get("expert_dtype"))
-    has_fp4_experts &= precision == "mxfp4" or (name == precision and weights is not None)
-    attention = str(found.get("attention_dtype", "fp8" if has_fp8_attention else "")) if is_own else ""
-    wide -= {ATTENTION} if attention and "attention_dtype" in found else set()
-    attention = attention or listed_attention
+    size = 0.5 + 2.0 / sizes[0] if is_int4 and sizes and sizes[0] != _GROUP else None
+    parts = _own_formats(listed, (name or precision, size)) if is_own else {}
+    is_latent = public is not None and precision == "nvfp4" and latent_layers(spec.model)
+    stored = public[1] if public else name
+    has_list = rules.patterns or any(isinstance(found.get(key), list) for key in IGNORED)
+    if has_list and stored == precision in _FOUR_BITS and not is_latent and ATTENTION not in wide:
+        parts.setdefault(ATTENTION, (precision, None))
+    for key, part in (("attention_dtype", ATTENTION), ("head_dtype", HEAD)):
+        if is_own and key in found:
+            parts[part], wide = (str(found[key]), None), wide - {part}
+    if has_fp4_experts := "fp4" in (config.get("expert_dtype"), found.get("expert_dtype")) and (
+        precision == "mxfp4" or (name == precision and weights is not None)
+    ):
+        parts[EXPERTS] = "mxfp4", None
+    if has_wide_attention and not (ATTENTION in parts or has_fp4_experts):
+        wide |= {ATTENTION}
     return Quantization(
         block=max(sizes, default=1) if weights else 1,
-        bytes=0.5 + 2.0 / sizes[0] if is_int4 and sizes and sizes[0] != _GROUP else None,
-        wide=wide | {ATTENTION} if has_wide_attention and not (attention or has_fp4_experts) else wide,
-        experts="mxfp4" if has_fp4_experts else "",
-        attention=attention,
-        head=str(found.get("head_dtype", "nvfp4" if has_narrow_head else "")) if is_own else "",
+        bytes=size,
+        wide=wide,
+        parts=parts,
         others=str(name) if has_fp4_experts and name != precision else "",
-        weights_only=is_own and NVFP4_WEIGHTS in algorithms.values(),
+        weights_only=is_own and any(each and each.only for each in (rules.base, *(each for _, each in rules.patterns))),
     )
+
+
+def _own_formats(listed: Mapping[str, Share], usual: tuple[str, float | None]) -> dict[str, tuple[str, float | None]]:
+    """Return the formats of parts that have another one than the `usual` one, or another number of bytes."""
+    known, found = {**BYTES, **STORED_BYTES}, dict[str, tuple[str, float | None]]()
+    for group, (stored, size) in listed.items():
+        form = stored.format if stored else "bf16"
+        found[group] = form, None if size == known.get(form) else size
+        if group == MTP or size == 2.0 or (found[group] == usual and group != HEAD):
+            del found[group]
+    return found
 
 
 def _named(spec: Spec) -> tuple[dict[str, Any], str | None] | None:
@@ -245,35 +240,6 @@ def _named(spec: Spec) -> tuple[dict[str, Any], str | None] | None:
         if found and (precision == found[1] or (precision == "mxfp4" and "fp4" in str(found[0].get("expert_dtype")))):
             return found
     return None
-
-
-def _block_sizes(found: Mapping[str, Any]) -> list[int]:
-    """Return the columns and rows that share a scale in a quantization_config, or its number of weights in a group."""
-    groups = section_of(found, "config_groups")
-    group = section_of(groups, next(iter(groups), ""))
-    stored = section_of(group, "weights") or found
-    blocks = stored.get("block_structure") or found.get("weight_block_size") or [stored.get("group_size")]
-    return [size for size in blocks if isinstance(size, int) and size > 0] if isinstance(blocks, list) else []
-
-
-@lru_cache
-def _wide_parts(patterns: tuple[str, ...], layer: int, network: str) -> frozenset[str]:
-    """Return the parts of which `patterns` of a quantization_config leave out a module of a `layer`. Cached: there may
-    be many, and each candidate's memory needs them."""
-    modules = [(part, each.format(middle=layer, network=network)) for part, names in _MODULES.items() for each in names]
-    return frozenset(part for each in patterns for part, module in modules if _matches(each, module))
-
-
-def _matches(pattern: str, module: str) -> bool:
-    """Return whether a pattern of ignored modules matches: a regular expression, a wildcard, or a part of the name."""
-    expression = pattern.removeprefix("re:")
-    if expression != pattern:
-        is_simple = len(pattern) < 200 and not re.search(r"[+*}]\)*[+*{]", expression)
-        try:
-            return is_simple and re.match(expression, module) is not None
-        except re.error:
-            return False
-    return pattern in module or (bool(re.search(r"[*?[]", pattern)) and fnmatchcase(module, f"*{pattern}*"))
 
 
 MAX_WEIGHT_SHARE = 0.85
@@ -295,16 +261,15 @@ def weight_bytes(task: Task) -> float:
     weights = task.spec.serve.weights
     if weights is not None and os.path.isfile(weights):
         return float(os.path.getsize(weights))
-    stored, vision = quantization(task.spec), task.spec.model.vision
-    precision = (stored and stored.others) or task.spec.serve.precision
-    width = STORED_BYTES.get(precision, BYTES.get(precision, 2.0))
-    wide = {"", *stored.wide} if stored else set()
-    width = (stored and stored.bytes) or width
-    parts, formats = {EXPERTS: stored.experts, ATTENTION: stored.attention} if stored else {}, {**BYTES, **STORED_BYTES}
-    widths = dict.fromkeys(wide, 2.0) | {part: formats[form] for part, form in parts.items() if form}
+    found, vision = quantization(task.spec), task.spec.model.vision
+    stored = found or Quantization()
+    precision, formats = stored.others or task.spec.serve.precision, {**BYTES, **STORED_BYTES}
+    width = stored.bytes or formats.get(precision, 2.0)
+    widths = dict.fromkeys({"", *stored.wide}, 2.0) if found else {}
+    widths |= {part: size or formats.get(form, 2.0) for part, (form, size) in stored.parts.items()}
     model, saved = task.spec.model, 0.0
-    if stored and stored.head and model.untie_embeddings_and_output_weights:
-        saved = (2.0 - formats[stored.head]) * model.vocab_size * model.hidden_size
+    if HEAD in stored.parts and model.untie_embeddings_and_output_weights:
+        saved = (2.0 - widths[HEAD]) * model.vocab_size * model.hidden_size
     text = sum(number * widths.get(group, width) for group, number in weights_by_group(task.spec.model).items())
     return text - saved + (2.0 * VisionTower(vision=vision).weights if vision else 0.0)
 

@@ -9,16 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_models.formats import HEAD, MTP
+from flagcore_models.mixers.attention import Indexer
 from flagcore_models.mixers.gated_delta_net import GatedDeltaNet
 from flagcore_models.public import find_public
 from flagcore_serving import bounds
-from flagcore_serving.space.weights import ATTENTION, DENSE, MTP, SHARED, Quantization, context_limit, quantization
+from flagcore_serving.space.weights import ATTENTION, DENSE, EXPERTS, Quantization, context_limit, quantization
 
 from engines.models.tests.examples import mixed
 from engines.serving.tests.engines.tasks import engine_of, planned, server, settings
 from flagcore import api
 from flagcore.api.commands.explain import REMOVED
 from flagcore.tuner.stages import build
+from tests.product.serving_inputs import LATENT
 from tests.product.tasks import DENSE as MODEL
 
 
@@ -102,7 +105,7 @@ def test_a_vision_tower_that_is_not_loaded_changes_nothing(
 PROFILE = {"input_len": 1024, "output_len": 256, "concurrency": 64}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 WEIGHTS_ONLY = {"quant_algo": "W4A16_NVFP4"}
-LAYERS = {"layers.0.linear_attn.out_proj": {"quant_algo": "FP8"}, "layers.0.mlp": WEIGHTS_ONLY, "lm_head": WEIGHTS_ONLY}
+LAYERS = {"self_attn": {"quant_algo": "FP8"}, "mlp": WEIGHTS_ONLY, "lm_head": WEIGHTS_ONLY}
 GROUPS = {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}}
 V3 = {
     "model_type": "deepseek_v3",
@@ -167,16 +170,16 @@ def test_shared_experts_of_deepseek_v4_are_padded_to_whole_blocks(version: str, 
             Quantization(block=32, bytes=0.5625, wide=frozenset([ATTENTION])),
         ),
         (
-            {"quant_method": "gptq", "bits": 4, "group_size": 128, "modules_to_not_convert": ["mlp.shared_experts"]},
-            Quantization(block=128, wide=frozenset([SHARED])),
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"lm_head": {}, "-:.*attn": {}}},
+            Quantization(block=128, wide=frozenset([ATTENTION])),
         ),
         ({"quant_method": "awq", "bits": 4, "group_size": -1}, Quantization()),
-        ({"quant_method": "fp8", "ignored_layers": ["model.layers.0.mlp.down_proj"]}, Quantization(wide={DENSE})),
-        ({"quant_method": "quark", "exclude": ["model.layers.*.self_attn.o_proj"]}, Quantization(wide={ATTENTION})),
+        ({"quant_method": "fp8", "ignored_layers": ["mlp"]}, Quantization(wide={DENSE, MTP})),
+        ({"quant_method": "quark", "exclude": ["model.layers.*.self_attn.*"]}, Quantization(wide={ATTENTION})),
         ({"quant_method": "fp8", "ignore": ["re:(a+)+$", "re:["]}, Quantization()),
         (
             {"quant_method": "modelopt", "quantized_layers": LAYERS},
-            Quantization(attention="fp8", head="nvfp4", weights_only=True),
+            Quantization(parts={ATTENTION: ("fp8", None), HEAD: ("nvfp4", None)}, weights_only=True),
         ),
         (None, None),
     ],
@@ -192,11 +195,11 @@ def test_the_scales_and_the_wide_parts_of_a_checkpoint_are_read(
 @pytest.mark.parametrize(
     ("name", "context", "weights"),
     [
-        ("moonshotai/Kimi-K2-Thinking", 262144, Quantization(block=32, bytes=0.5625, wide={ATTENTION, DENSE, SHARED})),
+        ("moonshotai/Kimi-K2-Thinking", 262144, Quantization(block=32, bytes=0.5625, wide={ATTENTION})),
         ("Qwen/Qwen3-30B-A3B-Thinking-2507", 262144, None),
-        ("nvidia/Qwen3-30B-A3B-NVFP4", 40960, Quantization(attention="nvfp4")),
+        ("nvidia/Qwen3-30B-A3B-NVFP4", 40960, Quantization(parts={ATTENTION: ("nvfp4", None)})),
         ("amd/Qwen3-30B-A3B-MXFP4", 40960, Quantization(wide=frozenset([ATTENTION]))),
-        ("amd/Kimi-K2.5-MXFP4-AttnFP8", 262144, Quantization(attention="fp8")),
+        ("amd/Kimi-K2.5-MXFP4-AttnFP8", 262144, Quantization(parts={ATTENTION: ("fp8", None)})),
         ("mistralai/Ministral-3-8B-Instruct-2512", 262144, Quantization()),
         ("mistralai/Ministral-3-8B-Reasoning-2512", 262144, None),
     ],
@@ -210,7 +213,7 @@ def test_a_public_name_has_the_context_and_the_format_of_its_checkpoint(
     assert quantization(spec) == weights
 
 
-QWEN36 = Quantization(wide=frozenset({MTP}), attention="fp8", head="nvfp4", weights_only=True)
+QWEN36 = Quantization(wide=frozenset({MTP}), parts={ATTENTION: ("fp8", None), HEAD: ("nvfp4", None)}, weights_only=True)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +222,7 @@ QWEN36 = Quantization(wide=frozenset({MTP}), attention="fp8", head="nvfp4", weig
         ("Qwen/Qwen3.6-27B", "nvfp4", QWEN36),  # that of its usual publisher
         ("Qwen/Qwen3.6-35B-A3B", "nvfp4", QWEN36),
         ("Qwen/Qwen3.6-27B", "int4", None),
-        ("deepseek-ai/DeepSeek-V4-Flash", "mxfp4", Quantization(experts="mxfp4", others="fp8")),
+        ("deepseek-ai/DeepSeek-V4-Flash", "mxfp4", Quantization(parts={EXPERTS: ("mxfp4", None)}, others="fp8")),
         ("deepseek-ai/DeepSeek-V4-Flash", "fp8", Quantization()),
         ("", "nvfp4", None),
     ],
@@ -229,6 +232,28 @@ def test_a_job_without_weights_has_the_checkpoint_that_its_precision_means(
 ) -> None:
     job = planned("vllm", weights=None, precision=precision, model=replace(MODEL, name=name))
     assert quantization(job.spec) == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "word", "token"),
+    [
+        ("sm_90", "fp8_ds_mla", 656),
+        ("sm_90", "fp8", 656),
+        ("sm_90", None, 1152),
+        ("sm_100", "fp8", 576),
+        ("sm_100", "fp8_ds_mla", 656),
+        ("sm_100", "nvfp4_ds_mla", 352),
+        ("sm_120", None, 656),
+        ("gfx942", "fp8", 576),
+    ],
+)
+def test_sparse_latent_attention_has_caches_with_layouts_of_their_own(
+    architecture: str, word: str | None, token: int
+) -> None:
+    sparse = mixed(LATENT, {"indexer": Indexer(heads=32, head_dim=128, top_k=2048)}, LATENT.num_layers)
+    chip = {"architecture": architecture}
+    element = settings(planned("vllm", chip=chip, model=sparse), kv_cache_type=word).cache_element_bytes.item()
+    assert element * (512 + 64) == pytest.approx(token)
 
 
 def test_sequences_in_captured_graphs_need_a_state_each() -> None:

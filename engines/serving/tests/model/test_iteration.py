@@ -282,6 +282,17 @@ def test_a_device_alone_has_all_weights_of_a_model(name: str) -> None:
     assert weight_bytes(serving(model), settings()) == pytest.approx(2 * parameters(model), rel=1e-12)
 
 
+def test_layers_that_are_prefetched_leave_their_memory_to_the_cache() -> None:
+    device, host = (memory(serving(), prefetched=each) for each in (0.0, 0.25))
+    assert host.cache - device.cache == pytest.approx(0.25 * (16.38e9 - 2 * 2 * 151936 * 4096), rel=0.01)
+
+
+def test_experts_on_the_host_leave_their_memory_to_the_cache() -> None:
+    device, host = (memory(serving(EXPERTS), experts_on_host=each) for each in (0.0, 27.0))
+    assert host.cache - device.cache == pytest.approx(27 * 3 * 4096 * 768 * 128 * 2)
+    assert device.weights - host.weights == pytest.approx(host.cache - device.cache)
+
+
 def test_weights_are_split_over_tensor_ranks_and_stages() -> None:
     found = weight_bytes(serving(), settings(tensor=[1.0, 2.0, 1.0], pipeline=[1.0, 1.0, 2.0]))
     assert found[1] == pytest.approx(0.5 * found[0])
@@ -307,7 +318,9 @@ def test_experts_may_have_a_format_of_their_own() -> None:
     assert (form, config["expert_dtype"]) == ("fp8", "fp4")
     assert "expert_dtype" not in (find_public("deepseek-ai/DeepSeek-V4-Flash-Base") or ({}, None))[0]
     of = serving(EXPERTS, precision="fp8")
-    narrow, own = (weight_bytes(each, settings())[0] for each in (of, of._replace(routed=("bf16", 17 / 32))))
+    narrow, own = (
+        weight_bytes(each, settings())[0] for each in (of, of._replace(parts={"experts": ("bf16", 17 / 32, 17 / 32)}))
+    )
     assert narrow - own == pytest.approx(36 * 3 * 4096 * 768 * 128 * (1.0 - 17 / 32))
 
 
@@ -315,13 +328,15 @@ def test_attention_may_have_a_format_of_its_own() -> None:
     config, form = find_public("nvidia/Qwen3.6-27B-NVFP4") or ({}, None)
     assert (form, config["quantization_config"]["attention_dtype"]) == ("nvfp4", "fp8")
     of = serving(precision="nvfp4")
-    narrow, own = (weight_bytes(each, settings())[0] for each in (of, of._replace(projections=("fp8", None))))
+    narrow, own = (
+        weight_bytes(each, settings())[0] for each in (of, of._replace(parts={"attention": ("fp8", None, 1.0)}))
+    )
     assert own - narrow == pytest.approx(36 * 2 * 4096 * (4096 + 1024) * (1.0 - 0.5625))
 
 
 def test_a_head_may_have_a_format_of_its_own() -> None:
     of = serving(DENSE)
-    own, stages = of._replace(head=("bf16", 0.5625)), settings(pipeline=[1.0, 2.0])
+    own, stages = of._replace(parts={"head": ("bf16", 0.5625, 0.5625)}), settings(pipeline=[1.0, 2.0])
     saved = (weight_bytes(of, stages) - weight_bytes(own, stages)).tolist()
     assert saved == [pytest.approx(151936 * 4096 * (2.0 - 0.5625)), 0.0]  # a stage with an embedding has no head
     times = [iteration_costs(each, settings(), costs()).sampled[0, 0] for each in (of, own)]

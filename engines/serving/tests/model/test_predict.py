@@ -99,7 +99,7 @@ def test_weights_that_are_only_stored_in_4_bits_are_multiplied_in_16_perhaps_slo
     on, roofline = task(precision="nvfp4", model=replace(DENSE, name="Qwen/Qwen3.6-27B")), Roofline(chip=CHIP)
     own = replace(UNFITTED, grouped={CHIP.architecture: {"w4a16": {"converted": 0.5}}})
     found = serving_of(on, roofline, own)
-    assert (found.precision, found.weight_bytes, found.projections) == ("bf16", 0.5625, ("fp8", None))
+    assert (found.precision, found.weight_bytes, found.parts[ATTENTION]) == ("bf16", 0.5625, ("fp8", None, 1.0))
     usual, tokens = found._replace(overheads=UNFITTED), np.array([[1.0, 8192.0]])
     times = [linear(each, roofline, tokens, 5120.0, 5120.0, "dense")[0] for each in (usual, found)]
     assert times[1] - times[0] == pytest.approx([0.0, times[0][1] - times[0][0]])

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from flagcore_models.layers import head_of, layer_counts, layers_of
+from flagcore_training.frameworks import ADAM
 from flagcore_training.memory.training import Memory
 
 from flagcore.domain.model import Layer
@@ -19,7 +20,6 @@ from flagcore.domain.space import FloatArray, IntArray
 from flagcore_trainers.fully_shard import DUALPIPEV, INTERLEAVED, ZBV
 from flagcore_trainers.fully_shard.activations import Activations, activations
 from flagcore_trainers.fully_shard.weights import (
-    MAIN_BYTES,
     MemoryInputs,
     layers_of_rank,
     places,
@@ -164,10 +164,10 @@ def _without_pipeline(job: MemoryInputs) -> _Sizes:
     edges = table * (1.0 if is_tied else 2.0) + norm + own
     frozen = 0.0 * share if is_trained else share + max(u, job.stored_bytes[0]) * edges / n
     own_trained, table_gradient = own_trained + edges / n * is_trained, table * is_trained
-    # transformers' Trainer leaves the moments of the embedding in 32 bits (5.24 `trainer.py`).
-    narrow = job.moments if job.moments and job.moments < MAIN_BYTES else 2.0 * MAIN_BYTES
-    wide = (2.0 * MAIN_BYTES - narrow) * table_gradient / n
-    states = np.where(job.offload, 0.0, job.state_bytes * own_trained + wide + frozen)
+    of_layers, of_table = job.moments or (ADAM, ADAM)
+    wide = (of_table.of(main) - of_layers.of(main)) * table_gradient / n
+    tower = job.tower * (main if is_trained else u) / n  # text gives it no gradients, and so no states
+    states = np.where(job.offload, 0.0, job.state_bytes * own_trained + wide + frozen + tower)
     gradients = np.where(job.offload, 0.0, main * own_trained)
     # Gradients of earlier micro-batches are there from the start. Those of a single one fill up during backward.
     whole = r * (trained + edges * is_trained)

@@ -14,11 +14,12 @@ import numpy as np
 from flagcore_models.layers import head_of, layer_counts, mixer_counts, network_counts
 from flagcore_models.mixers.attention import Attention
 from flagcore_models.networks.experts import Experts
+from flagcore_models.parts.tower import VisionTower
 from flagcore_training.frameworks import (
     framework_of,
     has_tiled_loss,
     keeps_activations_on_host,
-    moment_bytes,
+    moments_of,
     plain_layers,
     whole_weights,
 )
@@ -123,7 +124,8 @@ def memory_job(
         checkpointing=(columns[fs.AC] - 1).astype(np.float64),
         reduce_bytes=reduced,
         main_bytes=np.where(columns[fs.STATES] == 2, 2.0, weights.MAIN_BYTES),
-        moments=moment_bytes(task.spec),
+        moments=moments_of(task.spec),
+        tower=VisionTower(vision=vision).weights if is_trainer and (vision := task.spec.model.vision) else 0.0,
         whole=whole_weights(task.spec),
         offload=columns[fs.OFFLOAD] > 0,
         replicated=columns[fs.REPLICATE] > 1,

@@ -28,6 +28,7 @@ from flagcore_models.layers import (
     without_repeats,
 )
 from flagcore_training.adapters import base_bytes, beside, weights_beside
+from flagcore_training.frameworks import ADAM, Moments
 from flagcore_training.memory.modules import DORA_STORED
 from flagcore_training.peft import Peft
 
@@ -55,7 +56,8 @@ class MemoryInputs:
     `replicated`: whether gradients are also summed over replicas.
     `schedule`: the code of the schedule of a pipeline, as in `space`.
     `checkpointing`: 0 none, 1 selective, 2 full. `reduce_bytes`: bytes of a gradient while it is reduced, and
-    `main_bytes` of a sharded weight, of its gradient, and of each moment, unless all moments have `moments` bytes.
+    `main_bytes` of a sharded weight, of its gradient, and of each moment, unless the optimizer has other `moments`, of
+    layers and of the embedding. `tower`: the weights of a vision tower.
     `value_bytes`: bytes of an activation. `fused_norm`: whether norms are one kernel.
     `fused_activation`: whether gates are not stored after their activation, as in compiled layers (torch 2.13).
     `compiled_loss`: whether the loss is one kernel per pass, which reads and writes 16-bit logits.
@@ -104,7 +106,8 @@ class MemoryInputs:
     adapter: Adapter | None = None
     dora_stored: float = DORA_STORED
     main_bytes: FloatArray | float = MAIN_BYTES
-    moments: float | None = None
+    moments: tuple[Moments, Moments] | None = None
+    tower: float = 0.0
     whole: tuple[bool, bool] = (False, False)
 
     @property
@@ -115,7 +118,8 @@ class MemoryInputs:
     @property
     def state_bytes(self) -> FloatArray | float:
         """The bytes of a sharded weight and of its moments."""
-        return self.main_bytes + (2.0 * self.main_bytes if self.moments is None else self.moments)
+        moments = self.moments[0] if self.moments else ADAM
+        return self.main_bytes + moments.of(self.main_bytes)
 
     @property
     def logits(self) -> FloatArray:
