@@ -438,8 +438,12 @@ def _drafted(other_args: Mapping[str, EngineArg], columns: Columns) -> IntArray:
 def _cache_bytes(
     task: Task, other_args: Mapping[str, EngineArg], get: Columns, devices: IntArray, element: FloatArray
 ) -> FloatArray:
-    """Return the cache size of a device in bytes if its number of tokens is fixed, or NaN if it fills the memory."""
-    fixed = other_args.get("max-total-tokens")
+    """Return the cache size of a device in bytes if its number of tokens is limited, or NaN if it fills the memory.
+
+    On devices the pool is the smaller one of the limit and of what the memory holds (0.5.23 `model_executor`,
+    `mem_cache/kv_cache_configurator.py`).
+    """
+    fixed = knobs.parse_length(other_args.get("max-total-tokens"), PROGRAM.units)
     if not isinstance(fixed, int) and not Hardware.of(task).on_cores:
         return np.full(devices.shape, np.nan)
     pools = float(fixed) if isinstance(fixed, int) else pool_tokens(task, get[INSTANCES])

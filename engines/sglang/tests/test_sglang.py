@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore_importers.command import read_command
 from flagcore_models.catalogue import public_model
 from flagcore_models.config import model_of_config
 from flagcore_models.layers import state_bytes
@@ -17,7 +18,7 @@ from flagcore_sglang.pools import compressed_token_bytes
 from flagcore_sglang.space import memory_defaults
 
 from engines.models.tests.examples import mixed
-from engines.serving.tests.engines.tasks import GIB, broken, merged, planned, row, server, settings
+from engines.serving.tests.engines.tasks import GIB, broken, figures, merged, planned, row, server, settings
 from flagcore.api import estimate_jobs
 from flagcore.domain.model import Model
 from tests.product.serving_inputs import EXPERTS, LATENT
@@ -62,6 +63,22 @@ def test_the_cache_of_a_server_on_cores_is_always_bounded() -> None:
     assert settings(cores()).cache_bytes.item() == pytest.approx(2 * 16 * 192 * token)
     assert server(cores(engine_args={"max_total_tokens": 5000})).argv.count("--max-total-tokens") == 1
     assert "--max-total-tokens" not in server(cards()).argv
+
+
+def test_a_limit_of_tokens_is_no_demand_and_has_sglangs_units() -> None:
+    def kept(tokens: object) -> float:
+        args: Any = {} if tokens is None else {"max-total-tokens": tokens}
+        return figures(cards(engine_args=args))["kv_cache_tokens"]
+
+    assert kept(10**9) == kept(None) < 10**9
+    assert kept("20k") == kept(20_000) == 20_000 < kept("20Ki") == 20_480
+
+
+def test_the_unique_start_of_a_switch_is_that_switch() -> None:
+    words = "python -m sglang.launch_server --model-path Qwen/Qwen3-8B --disable-radix --mem-frac 0.8"
+    baseline: Any = read_command(None, [words], chip="H100-SXM").data["auto_tuner"]["baseline"]
+
+    assert (baseline["enable_prefix_caching"], str(baseline["mem_fraction_static"])) == (False, "0.8")
 
 
 def test_older_releases_answer_at_another_path() -> None:

@@ -452,7 +452,7 @@ def _cache_bytes(
     task: Task, other_args: Mapping[str, EngineArg], get: Columns, ranks: IntArray, devices: IntArray
 ) -> FloatArray:
     """Return the cache size of a device in bytes if it is fixed, or NaN if the share of memory determines it."""
-    fixed = knobs.parse_length(other_args.get("kv-cache-memory-bytes"))
+    fixed = knobs.parse_length(other_args.get("kv-cache-memory-bytes"), PROGRAM.units)
     if isinstance(fixed, int):
         return fixed * ranks / devices
     if not Hardware.of(task).on_cores:

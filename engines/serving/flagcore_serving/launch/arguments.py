@@ -17,6 +17,7 @@ from flagcore.spec.plain_data import Notes, mapping_of, read_mapping
 from flagcore_serving.launch.start import EngineProfile
 from flagcore_serving.space.hardware import EP
 from flagcore_serving.space.knobs import LENGTHS, as_words, leaves, parse_length
+from flagcore_serving.space.program import Program
 
 _HOSTS = "nnodes"
 _MODEL_PLACEHOLDER = re.compile(r"\.\.\.|…|<.*>|\[.*\]|.*(\{\w+\}|\{\{.*\}\}|\$[({].*[)}]|\$\w+|__[A-Z]\w*__).*")
@@ -123,7 +124,9 @@ class Arguments:
         elif len(values) > 1 and knob is not None:
             self._notes.note(flag, f"dropped ({' '.join(values)}): a knob has a single value", "serve.engine_args")
         else:
-            self.values[name] = _argument(name, values, is_switch=knob is not None and knob.kind == "flag")
+            self.values[name] = _argument(
+                self._program, name, values, is_switch=knob is not None and knob.kind == "flag"
+            )
 
     def _set_model(self, values: Sequence[str], *, is_value: bool) -> None:
         if len(values) > 1 and not is_value:
@@ -188,9 +191,9 @@ def _problem(flag: str, name: str, values: Sequence[str]) -> SpecError | None:
     return None
 
 
-def _argument(name: str, values: Sequence[str], *, is_switch: bool) -> Any:
+def _argument(program: Program, name: str, values: Sequence[str], *, is_switch: bool) -> Any:
     """Return the value of an argument, or its list of values."""
-    given = [_value(name, each) for each in values] or [True]
+    given = [_value(program, name, each) for each in values] or [True]
     if is_switch and str(given[0]).lower() in ("true", "false", "1", "0"):
         given[0] = str(given[0]).lower() in ("true", "1")
     return given if len(given) > 1 else given[0]
@@ -234,8 +237,8 @@ def split(engine: EngineProfile, words: Sequence[str]) -> Iterator[Pair]:
             yield flag, values
 
 
-def _value(name: str, text: str) -> Any:
+def _value(program: Program, name: str, text: str) -> Any:
     """Convert a command-line value to a number if it is one; otherwise return `text`."""
     if re.fullmatch(r"-?(\d+|\d*\.\d+)", text):
         return float(text) if "." in text else int(text)
-    return parse_length(text) if name.replace("-", "_") in LENGTHS else text
+    return parse_length(text, program.units) if name.replace("-", "_") in LENGTHS else text

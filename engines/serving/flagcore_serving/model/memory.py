@@ -66,8 +66,8 @@ class ServingMemory:
 def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> ServingMemory:
     """Return the memory of one device of each candidate.
 
-    The cache has its fixed size, if one is set. Otherwise it is the engine's share of memory, minus weights,
-    activations, graphs, driver and libraries, or `settings.rest_share` of what these leave free. If
+    The cache is the engine's share of memory, minus weights, activations, graphs, driver and libraries, or
+    `settings.rest_share` of what these leave free. A fixed size replaces it, or limits it if a share is set, too. If
     `settings.on_device` is below 1, some layers with their cache, and the embedding tables, are in the memory of the
     host. Of a part for states, running sequences have those of drafted tokens, and what these leave is cache (sglang
     0.5.19 `mem_cache/kv_cache_configurator.py`, _handle_max_mamba_cache).
@@ -103,7 +103,7 @@ def serving_memory(serving: Serving, settings: Settings, costs: Costs) -> Servin
     rest = settings.rest_share * (free - weights + on_host - adapters - activations - graphs)
     left = budget - weights + on_host - adapters - other
     cache = np.where(np.isnan(settings.rest_share), left, rest) - settings.request_bytes
-    cache = np.where(np.isnan(settings.cache_bytes), cache, settings.cache_bytes)
+    cache = np.where(np.isnan(settings.cache_bytes), cache, np.fmin(cache, settings.cache_bytes))
     kept = {name: getattr(overheads, name) for name in ("frees_windows", "indexes_all", "caches_reused")}
     tokens, sequence = np.maximum(serving.tokens, 1.0), settings.sequence_bytes
     token = token_bytes(model, settings, serving.tokens, **kept)

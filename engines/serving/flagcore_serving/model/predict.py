@@ -342,7 +342,8 @@ def _predictions(
     # If the budget is unknown, assume the cache of one request.
     cache = np.where(np.isinf(memory.cache), request_bytes, memory.cache)
     needed_bytes = engine_bytes + np.maximum(cache, request_bytes)
-    reserved_bytes = np.where(np.isnan(settings.cache_bytes), needed_bytes, costs.memory.reserved_bytes(needed_bytes))
+    fills = np.isnan(settings.cache_bytes) | ~np.isnan(settings.memory_fraction)
+    reserved_bytes = np.where(fills, needed_bytes, costs.memory.reserved_bytes(needed_bytes))
     buffers = settings.communicators * communicator_bytes(costs.memory)
     used_bytes = costs.memory.device_used_bytes(reserved_bytes) + buffers
     if capacity is not None:  # an engine without memory for one request or its states does not start

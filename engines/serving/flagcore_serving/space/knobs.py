@@ -333,11 +333,12 @@ COMMON: Mapping[str, Mapping[str, Any]] = package_yaml(__package__, "knobs.yaml"
 
 
 LENGTHS = (
-    *("max_model_len", "context_length", "ctx_size"),
-    *("kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_scheduled_tokens"),
+    *("max_model_len", "context_length", "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_queued_tokens"),
+    *("max_num_scheduled_tokens", "safetensors_prefetch_block_size", "max_total_tokens", "max_prefill_tokens"),
+    *("ctx_size", "cuda_graph_prefill_max_context"),
 )
-"""Arguments whose value may have a unit, such as 32k. Source: vLLM 0.33 `engine/arg_utils.py`."""
-_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+"""Arguments whose value may have a unit, such as 32k. Sources: vLLM 0.32 and 0.33 `engine/arg_utils.py`, SGLang 0.5.23
+`arg_groups/fields`."""
 
 
 class FlagProblem(NamedTuple):
@@ -416,9 +417,12 @@ def as_words(args: Mapping[str, EngineArg], *, has_negation: bool) -> list[str]:
     return words
 
 
-def parse_length(value: Any) -> Any:
-    """Convert `4k` to 4000, `4K` to 4096 and `1.5k` to 1500, as vLLM does. Return other values unchanged."""
-    match = re.fullmatch(r"(\d{1,9})(?:\.(\d{1,9}))?([kKmMgG])", value) if isinstance(value, str) else None
-    if not match or (match[2] and match[3].isupper()):
+def parse_length(value: Any, units: Mapping[str, int]) -> Any:
+    """Convert a number with a unit, such as `1.5k`, to a whole number. Return other values unchanged.
+
+    `units`: the factors of units (`Program.units`). Those that are powers of two have no decimals.
+    """
+    match = re.fullmatch(r"(\d{1,9})(?:\.(\d{1,9}))?([a-zA-Z]{1,2})", value.strip()) if isinstance(value, str) else None
+    if not match or match[3] not in units or (match[2] and units[match[3]] % 1000):
         return value
-    return int(Decimal(f"{match[1]}.{match[2] or 0}") * _UNITS[match[3]])
+    return int(Decimal(f"{match[1]}.{match[2] or 0}") * units[match[3]])

@@ -60,6 +60,7 @@ class Program:
     - `env_prefix`, `env_flags`: the start of variables that stand for flags, and the flags of some that differ in name.
     - `stored`: the precision of stored weights by values of the quantization that do not name it.
     - `digit_flags`: flags of one letter that a digit may follow without a space, as in `-O3`.
+    - `units`: the factors of the letters that may follow a number in LENGTHS, such as 1000 of `k`.
     - `abbreviations`: whether the engine accepts the unique start of a long flag, as argparse does by default.
     - `share_flag`: the flag with a share of the model for each device, separated by commas.
     - `offload_flag`: the flag with the GiB of a device's weights that stay in the memory of the host.
@@ -106,6 +107,7 @@ class Program:
     env_flags: Mapping[str, str] = field(default_factory=dict)
     stored: Mapping[str, str] = field(default_factory=dict)
     digit_flags: str = ""
+    units: Mapping[str, int] = field(default_factory=dict)
     abbreviations: bool = False
     share_flag: str = ""
     offload_flag: str = ""
@@ -353,7 +355,9 @@ class Program:
             return name
         longer = [each for each in self.known if each.startswith(name)]
         flags = (knob.flags if (knob := self.knob_of(each)[0]) else () for each in longer)
-        meant = {strip_dashes(own[0].name) if own else each for each, own in zip(longer, flags, strict=True)}
+        meant = {
+            strip_dashes(own[0].name) if own and own[0].name else each for each, own in zip(longer, flags, strict=True)
+        }
         return meant.pop() if len(meant) == 1 else name
 
     def installed_flags(self, command: Sequence[str]) -> Collection[str]:

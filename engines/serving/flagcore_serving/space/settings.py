@@ -48,8 +48,8 @@ class Settings:
     - `graph_tokens`: the largest batch, in tokens, that the engine captures as a graph; 0 in eager mode.
     - `whole`: 1 if an iteration that only decodes is one graph, 0 if it is captured in pieces, and NaN for the engine's
       default.
-    - `memory_fraction`: share of a device's memory for weights, activations and cache; NaN if `cache_bytes` is set.
-    - `cache_bytes`: fixed size of the cache on each device; NaN if `memory_fraction` or `rest_share` determines it.
+    - `memory_fraction`: share of the memory for weights, activations and cache; NaN if only `cache_bytes` counts.
+    - `cache_bytes`: fixed size of the cache on each device, or its limit if `memory_fraction` is set; else NaN.
     - `rest_share`: share, for the cache, of what all else leaves free; NaN if the other two determine its size.
     - `prefetched`: the share of the layers that are in the memory of the host without a buffer on the device, likewise.
     - `offloaded`: bytes of the layers' weights of each device that are in the memory of the host, and that each pass
