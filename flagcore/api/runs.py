@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flagcore import plugins
 from flagcore.api.inputs import UNNAMED, LoadedSpec, OpenedSpec, SpecLike, knobs_of_spec, open_spec
 from flagcore.api.jobs import detailed_predictions
 from flagcore.api.notes import warn
@@ -186,11 +187,19 @@ def read_run(path: Path) -> Run:
         fields = {name: plan[name] for name in ("trials", "speedup", "baseline", "best")}
         fields["search_state"] = SearchState()
     else:
-        fields = trial_fields(trials, fidelity)
+        fields = trial_fields(trials, fidelity, _objective(spec, data))
     return Run(folder=path, spec=spec, data=data, fidelity=fidelity, notes=tuple(notes), **fields)
 
 
-def trial_fields(stored: Sequence[Trial], fidelity: str) -> dict[str, Any]:
+def _objective(spec: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+    """Return the objective of a run: that of its result or its spec, or else the default of its kind of job."""
+    kinds = plugins.kinds()
+    default = next((each.default_objective for kind, each in kinds.items() if kind in spec), "")
+    named = (data.get("objective") or {}).get("name"), (spec.get("auto_tuner") or {}).get("objective"), default
+    return next(filter(None, named), "")
+
+
+def trial_fields(stored: Sequence[Trial], fidelity: str, objective: str) -> dict[str, Any]:
     """Return the fields of `Run` that can be derived from its stored trials."""
     search_state = learn(stored, fidelity)
     return {
@@ -200,7 +209,7 @@ def trial_fields(stored: Sequence[Trial], fidelity: str) -> dict[str, Any]:
         "imported": tuple(trial for trial in stored if trial.source),
         "baseline": search_state.reported_trial(search_state.baseline),
         "best": search_state.reported_trial(search_state.best),
-        "speedup": speedup(search_state),
+        "speedup": speedup(search_state, objective),
         "search_state": search_state,
     }
 
@@ -397,7 +406,11 @@ def _with_known_values(run: Run, axes: Sequence[Axis]) -> Run:
     """Return a run whose candidates have a value for each knob. Raises RunError like `with_known_values`."""
     stored = all_trials(run)
     complete = with_known_values(run.folder, stored, axes)
-    return run if complete == stored else replace(run, **trial_fields(complete, run.fidelity))
+    return (
+        run
+        if complete == stored
+        else replace(run, **trial_fields(complete, run.fidelity, _objective(run.spec, run.data)))
+    )
 
 
 def with_known_values(folder: Path, stored: Sequence[Trial], axes: Sequence[Axis]) -> list[Trial]:

@@ -9,8 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from flagcore.api.candidate_parser import broken_rules_of, parse_candidate
+from flagcore.api.jobs import detailed_predictions
 from flagcore.api.runs import Snapshot, all_trials, columns_of, no_best_error
-from flagcore.domain.prediction import Belief
+from flagcore.domain.prediction import Belief, Prediction
 from flagcore.domain.space import Axis, Candidate, Columns, FloatArray, IntArray, KnobValue, as_candidate
 from flagcore.domain.trial import Trial, TrialState, is_disturbed
 from flagcore.errors import NothingFits, UsageError
@@ -83,6 +84,13 @@ class Subject:
     def of_row(cls, snapshot: Snapshot, row: int) -> Subject:
         """Return the candidate of a row of the space."""
         return cls(snapshot, snapshot.problem.space.columns(np.array([row])))
+
+    def at_load(self, load: float) -> Prediction | None:
+        """Return its prediction at a fixed load, in place of the highest one. None if it is illegal."""
+        platform = self.snapshot.problem.platform
+        spec = platform.task.spec
+        task = replace(platform.task, spec=replace(spec, work=spec.work.at_load(load)))
+        return None if self.broken else detailed_predictions(replace(platform, task=task), self.columns)[0]
 
     @property
     def measured_s(self) -> float | None:

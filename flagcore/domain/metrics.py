@@ -40,6 +40,35 @@ class HighestLoad:
     untested: float | None = None
 
 
+def devices_in_use(figures: Mapping[str, float]) -> float:
+    """Return the number of devices of a server with these figures. 0 if it is unknown."""
+    rate, per_device = (figures.get(name) or 0.0 for name in ("output_tokens_per_s", PER_DEVICE))
+    return float(round(rate / per_device)) if per_device else 0.0
+
+
+def devices_pair(base: Mapping[str, float], own: Mapping[str, float]) -> tuple[float, float]:
+    """Return the devices of a baseline and of another candidate; see `devices_in_use`."""
+    return devices_in_use(base), devices_in_use(own)
+
+
+def equal_devices(objective: str, base: Mapping[str, float], own: Mapping[str, float]) -> float:
+    """Return the factor that makes a ratio of rates one on equal devices: the devices of `base` over those of `own`.
+
+    It is 1 for other objectives than rates of all devices, and if a number of devices is unknown.
+    """
+    of_all = objective in RATES and objective != PER_DEVICE
+    base_devices, own_devices = devices_pair(base, own)
+    return base_devices / own_devices if of_all and base_devices and own_devices else 1.0
+
+
+def gain(objective: str, base_s: float, own_s: float, base: Mapping[str, float], own: Mapping[str, float]) -> float:
+    """Return the gain of a step time over that of a baseline, on equal devices: 0.25 is 25% more throughput.
+
+    `base`, `own`: the figures of both, from which their devices follow.
+    """
+    return base_s / own_s * equal_devices(objective, base, own) - 1.0
+
+
 def nest_statistics(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics with the statistics of each latency nested: `ttft_s.p50` becomes `p50` in `ttft_s`."""
     data: dict[str, Any] = {}

@@ -161,6 +161,10 @@ class Work:
         """Return the job with the engine's space for a spec without one, for a plan that asks only for the best."""
         return self
 
+    def at_load(self, value: float) -> Work:
+        """Return the job at this load, if it searches for the highest one."""
+        return self
+
     def with_warmup(self, requests: int) -> Work:
         """Return the job with at least this number of unmeasured requests for each load."""
         return self

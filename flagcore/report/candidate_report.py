@@ -285,7 +285,9 @@ class Comparison(Notebook):
     - `differs`: the knobs that differ.
     - `tasks`: the other differences between the two specs.
     - `time`, `memory`, `figures` (of servers): predictions by part, all empty if a candidate is illegal.
-    - `gap`: the time of `b` relative to the time of `a`, minus one; in training, per token and device.
+    - `loads`: the highest loads of both, if the specs search for them and they differ. `time` and `figures` are then
+      those at the lower one. None otherwise.
+    - `gap`: the time of `b` relative to the time of `a` on equal devices, minus one; in training, per token.
     - `certainty`: SIGNIFICANT, NOT_SIGNIFICANT, CORRECTED, PREDICTED or UNKNOWN.
     - `because`: the explanation.
     - `knobs`: the knobs of both tasks; used only to render the comparison as text.
@@ -302,6 +304,7 @@ class Comparison(Notebook):
     gap: float | None
     certainty: str
     because: tuple[str, ...]
+    loads: tuple[float, float] | None = field(default=None, metadata=IF_KNOWN)
     knobs: Knobs = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -322,6 +325,10 @@ def compared_text(both: Comparison) -> str:
     lines = [*lines, _("Changed knobs: {changes}", changes=differs_text(both.differs, both.knobs) or "-")]
     if both.tasks:
         lines.append(_("Changed tasks: {changes}", changes="; ".join(both.tasks)))
+    if both.loads:
+        text = N_("Highest load: A {a}, B {b}; parts of the time and latencies are those of both at {least}")
+        a, b, least = map(shown, (*both.loads, min(both.loads)))
+        lines.append(_(text, a=a, b=b, least=least))
     rows = [each for each in _rows(both) if each]
     parts = ["\n".join(lines), *([table(["", "A", "B", "B - A", "%"], rows)] if rows else [])]
     if both.gap is not None:

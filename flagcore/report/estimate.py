@@ -7,7 +7,7 @@ from typing import Any
 
 from flagcore.domain.chip import Fact
 from flagcore.domain.knob import Knobs
-from flagcore.domain.metrics import flat_statistics
+from flagcore.domain.metrics import devices_pair, flat_statistics
 from flagcore.domain.plan import Counts, SearchTime
 from flagcore.domain.prediction import Labels
 from flagcore.domain.records import read_prediction
@@ -112,7 +112,8 @@ class Estimate(Notebook):
     - `unmodelled`: the names of settings that change the cost and are not predicted.
     - `defaults`: the candidate with the engine's own defaults, if it is legal and not the baseline.
     - `behind`: how much slower the recommended candidate is than the fastest, as a share; NaN without times.
-    - `gain`: the predicted gain of the recommended candidate over the baseline, as in a run. None if unknown.
+    - `gain`: the predicted gain of the recommended candidate over the baseline on equal devices, as in a run. None if
+      unknown.
     - `limits`: the latency limits in seconds, by statistic.
     - `expected_s`: the time of a step that the recommended candidate is expected to take, and an 80% interval.
     - `expected`: this time, why it differs from the predicted one, and what it means for the whole job, as text.
@@ -207,8 +208,10 @@ def estimate_texts(estimate: Estimate) -> Iterator[tuple[str, bool]]:
     lines = [
         ", ".join([texts.record_line(n, each, estimate.knobs), *_missed(estimate, each)]) for n, each in others if each
     ]
-    if estimate.gain and estimate.gain > 0.0:
-        lines[0] += "; " + _("recommended: {gain}", gain="~" + texts.gain_text(estimate.objective, estimate.gain))
+    devices = devices_pair(estimate.baseline, estimate.recommended)
+    if estimate.gain and (estimate.gain > 0.0 or devices[0] != devices[1]):
+        gain = "~" + texts.gain_text(estimate.objective, estimate.gain, devices)
+        lines[0] += "; " + _("recommended: {gain}", gain=gain)
     yield "\n" + "\n".join(lines) + "\n\n" + texts.funnel(estimate.counts), False
     if estimate.mixing:
         yield "\n" + mixing_text(estimate.mixing, estimate.knobs, estimate.recommended["candidate"]), True
@@ -295,7 +298,7 @@ def _recommended_text(estimate: Estimate) -> str:
     nearest = texts.nearest_limit(flat_statistics(best), estimate.limits)[1]
     limit = "; " + _("nearest limit: {limit}", limit=nearest) if nearest else ""
     if not estimate.behind > 0.0:
-        if not estimate.crowded and (estimate.gain or 0.0) < 0.0 and "slo" not in estimate.baseline:
+        if not estimate.crowded and _is_slower(estimate) and "slo" not in estimate.baseline:
             return _("* the fastest of the space, but slower than the baseline, which is not in it") + limit
         if "last" not in best and any("last" in each for each in estimate.candidates):
             return _("* recommended: the fastest of those not listed last") + limit
@@ -308,6 +311,12 @@ def _recommended_text(estimate: Estimate) -> str:
         "simpler, more usual or that of a published run"
     )
     return _(text, behind=f"{estimate.behind:.2%}") + limit
+
+
+def _is_slower(estimate: Estimate) -> bool:
+    """Return whether the baseline is faster than the recommended candidate, on all its devices."""
+    own, base = (each.get("step_time_s", {}).get("value") for each in (estimate.recommended, estimate.baseline))
+    return estimate.gain is not None and bool(own and base and own > base)
 
 
 def probed_text(number: int | None, probed: Mapping[str, Any], knobs: Knobs) -> str:

@@ -6,7 +6,7 @@ from math import isclose
 from typing import Any
 
 from flagcore.domain.knob import Knobs
-from flagcore.domain.metrics import LATENCIES, STATISTICS, nest_statistics
+from flagcore.domain.metrics import HIGHEST_LOAD, LATENCIES, STATISTICS, devices_pair, equal_devices, nest_statistics
 from flagcore.domain.plan import Counts
 from flagcore.domain.prediction import Labels, Prediction
 from flagcore.domain.records import GIB, read_prediction
@@ -325,14 +325,20 @@ def causes_text(
     `other`: the name of the other candidate. `seconds`: the step times of the other and of this candidate.
     `predictions`: their predictions, whose parts are given if they explain EXPLAINED of the difference. `source`: how
     `seconds` are known. With `has_rounds`, the text gives no speedup, because the report already shows the speedup over
-    the rounds of repeats.
+    the rounds of repeats. Rates on different numbers of devices are per device. Parts at different loads
+    or numbers of devices are not compared.
     """
     before, after = seconds
     if abs(after - before) <= SAME_TIME * before:
         return _("It is as fast as {other} ({source}).", other=other, source=source)
-    values = seconds
+    values, unit, figures_of = seconds, _(heading(objective)), [each.figures if each else {} for each in predictions]
+    is_equal = equal_devices(objective, *figures_of) == 1.0
+    is_one_load = len({each.get(HIGHEST_LOAD) for each in figures_of}) == 1
     if objective in SERVING:
         values = (objective_value(objective, before), objective_value(objective, after))
+        if not is_equal:
+            base, own = devices_pair(*figures_of)
+            values, unit = (values[0] / base, values[1] / own), f"{unit}/dev"
         text = N_("It has {value} {unit}, {change:+.1%} against the {before} of {other} ({source}).")
         text_without_change = N_("It has {value} {unit} against the {before} of {other} ({source}).")
         parts_of = N_("Largest predicted differences in the time of a request: {parts}.")
@@ -341,11 +347,11 @@ def causes_text(
         text_without_change = N_("A step takes {value} s against the {before} s of {other} ({source}).")
         parts_of = N_("Largest predicted differences: {parts}.")
     figures = {"value": shown(values[1]), "before": shown(values[0]), "change": values[1] / values[0] - 1.0}
-    names = {"unit": _(heading(objective)), "other": other, "source": source}
+    names = {"unit": unit, "other": other, "source": source}
     paragraph = _(text_without_change if has_rounds else text, **figures, **names)
     times = figure_pairs(*(each.parts_s if each else {} for each in predictions))
     predicted_before, predicted_after = (each.step_time_s if each else None for each in predictions)
-    if predicted_before is None or predicted_after is None:
+    if predicted_before is None or predicted_after is None or not (is_equal and is_one_load):
         return paragraph
     share = (predicted_after - predicted_before) / (after - before)
     parts = differences_text({_(part_name(name)): pair for name, pair in times.items()}, after - before)

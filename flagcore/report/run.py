@@ -156,6 +156,11 @@ class RunData(Plan):
         values = [value for each in self.runs_of(trial.candidate).counted if (value := self.figure(each)) is not None]
         return (typical(values, is_rate=self.is_rate), min(values), max(values)) if values else None
 
+    def figures_of(self, trial: Trial) -> Mapping[str, float]:
+        """Return the figures of a trial: as measured or, in an estimate, as predicted."""
+        found = trial.predicted if self.fidelity == ESTIMATE else trial.measurement
+        return found.figures if found else {}
+
     def measured(self, trial: Trial) -> Measurement | None:
         """Return the measurement of a trial with the median figures and the most memory of the runs that count."""
         if (own := trial.measurement) is None:
@@ -321,7 +326,8 @@ def _run_texts(record: Mapping[str, Any]) -> dict[str, str | None]:
     speedup, value, mark = record.get("speedup"), record.get("value"), "" if record.get("fidelity") == RUN else "~"
     left = record.get("seconds_left")
     low, high, unit = record.get("low"), record.get("high"), record.get("unit")
-    speedup_shown = f"{mark}{speedup or 0.0:+.1%}" if record.get("significant") else _("not significant")
+    is_shown = record.get("significant") or record.get("fidelity") == ESTIMATE
+    speedup_shown = f"{mark}{speedup or 0.0:+.1%}" if is_shown else _("not significant")
     return {
         "state": _(record["state"]),
         "value": None if value is None else f"{mark}{shown(value)} {unit}",

@@ -1,6 +1,6 @@
 """The result of a run as plain text, and the tables in it that the page of a run has, too."""
 
-from flagcore.domain.metrics import load_text
+from flagcore.domain.metrics import gain, load_text
 from flagcore.domain.plan import failed_repeats
 from flagcore.domain.records import GIB
 from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
@@ -54,14 +54,14 @@ def _training_row(run: RunData, trial: Trial) -> list[Cell]:
 
 
 def _serving_row(run: RunData, trial: Trial) -> list[Cell]:
-    gain, value, step = _gain(run, trial), cell(run.figure(trial)), trial.measurement
+    over, value, step = _gain(run, trial), cell(run.figure(trial)), trial.measurement
     predicted, mark = run.predicted(trial), "~" if trial.state is TrialState.PREDICTED else ""
     return [
         Cell(value.text + (" !" if step and step.broken else ""), value.value),
         percent(step.spread_s / step.step_time_s if step and len(step.step_times_s) > 1 else None),
         cell(predicted[0] if predicted else None, "~"),
         cell(_median(run, trial)),
-        Cell("-") if gain is None else Cell(mark + gain_text(run.objective, gain).split()[0], gain),
+        Cell("-") if over is None else Cell(mark + gain_text(run.objective, over).split()[0], over),
         *(cell(served(trial, name)) for name in _latencies(run).values()),
     ]
 
@@ -85,7 +85,9 @@ def _gain(run: RunData, trial: Trial) -> float | None:
     compared = (TrialState.MEASURED, TrialState.STOPPED, TrialState.PREDICTED)
     is_compared = trial.fidelity == run.fidelity and trial.state in compared
     is_compared &= trial.role not in (Role.REPEAT, Role.BASELINE)
-    return base / own - 1.0 if base and own and is_compared else None
+    if baseline is None or not base or not own or not is_compared:
+        return None
+    return gain(run.objective, base, own, run.figures_of(baseline), run.figures_of(trial))
 
 
 def learning(run: RunData) -> Text | None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from flagcore.domain.metrics import load_text
+from flagcore.domain.metrics import devices_pair, load_text
 from flagcore.domain.plan import DAY
 from flagcore.domain.spec import figure_name, objective_value, seconds
 from flagcore.domain.trial import ESTIMATE, RUN, Measurement, Trial, TrialState
@@ -235,20 +235,25 @@ def _gain(run: RunData, best: Trial) -> Cell:
         elif not any(each.measurement and each.candidate != baseline.candidate for each in run.trials):
             text = N_("the baseline is the best: no other candidate was measured")
         return Cell(_(text), run.gain)
+    devices = devices_pair(run.figures_of(baseline), run.figures_of(best))
     value, low, high = (
-        _mark(run) + texts.gain_text(run.objective, each) for each in (speedup.value, speedup.low, speedup.high)
+        _mark(run) + texts.gain_text(run.objective, each, devices)
+        for each in (speedup.value, speedup.low, speedup.high)
     )
-    note, count = f"({value})" if not speedup.significant else "", len(speedup.rounds)
+    is_shown = speedup.significant or run.fidelity == ESTIMATE
+    note, count = "" if is_shown else f"({value})", len(speedup.rounds)
     if speedup.low < speedup.high:
         text = N_("({count} rounds: {low} to {high})") if count > 1 else N_("({low} to {high})")
         if count > 1 and not min(speedup.rounds) <= speedup.value <= max(speedup.rounds):
             text = N_("({count} rounds, and the ratio of the medians: {low} to {high})")
         note = _(text, count=count, low=low.split()[0], high=high.split()[0])
-    verdict = (
-        _("no significant gain") if speedup.conclusive else _("not conclusive, rounds differ by more than the gain")
-    )
+    verdict = N_("no significant gain")
+    if not speedup.conclusive:
+        verdict = N_("not conclusive, rounds differ by more than the gain")
+    elif min(len(run.runs_of(each.candidate).counted) for each in (baseline, best)) < 2:
+        verdict = N_("not conclusive, because one of them ran once")
     over = _("over {baseline}", baseline=values + run.over(baseline))
-    return Cell(value if speedup.significant else verdict, speedup.value, note=f"{note} {over}".strip())
+    return Cell(value if is_shown else _(verdict), speedup.value, note=f"{note} {over}".strip())
 
 
 def _why_unknown(run: RunData, baseline: Trial, values: str) -> str:

@@ -156,7 +156,8 @@ def best_text(best: Trial | None, speedup: Speedup | None, knobs: Knobs) -> str:
     if speedup is None:
         return text
     verdict = "no significant gain" if speedup.conclusive else "gain not conclusive"
-    return f"{text}, gain {speedup.value:+.1%}" if speedup.significant else f"{text}, {verdict}"
+    is_shown = speedup.significant or word == "recommended"
+    return f"{text}, gain {speedup.value:+.1%}" if is_shown else f"{text}, {verdict}"
 
 
 def values_text(values: Mapping[str, Any], knobs: Knobs) -> str:
@@ -426,10 +427,17 @@ def at_load(text: str, load: str) -> str:
     return _("{value} at {load}", value=text, load=load) if load else text
 
 
-def gain_text(objective: str, gain: float) -> str:
-    """Return a speedup as a change of the objective: an increase of a rate, or a decrease of a latency."""
+def gain_text(objective: str, gain: float, devices: tuple[float, float] = (0.0, 0.0)) -> str:
+    """Return a speedup as a change of the objective: an increase of a rate, or a decrease of a latency.
+
+    `devices`: those of the baseline and of the candidate. If they differ, the text says that the gain of a rate is per
+    device.
+    """
     if objective not in SERVING:
         return f"{gain:+.1%} tokens/s"
     if is_rate(objective):
+        if devices[0] != devices[1] and all(devices):
+            text = N_("{gain:+.1%} {rate} per device ({own:.0f} devices, the baseline {base:.0f})")
+            return _(text, gain=gain, rate=_(heading(objective)), own=devices[1], base=devices[0])
         return f"{gain:+.1%} {_(heading(objective))}"
     return f"{1.0 / (1.0 + gain) - 1.0:+.1%} {heading(objective).removesuffix(' s')}"

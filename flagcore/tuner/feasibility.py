@@ -11,7 +11,7 @@ import numpy as np
 
 from flagcore.contracts import CollectiveCosts, Costs, Problem
 from flagcore.domain.cluster import NodeGroup
-from flagcore.domain.metrics import HIGHEST_LOAD
+from flagcore.domain.metrics import HIGHEST_LOAD, gain
 from flagcore.domain.plan import Plan, SearchTime, Speedup
 from flagcore.domain.prediction import MEMORY_ERROR
 from flagcore.domain.space import DOES_NOT_FIT, FloatArray, IntArray
@@ -234,8 +234,8 @@ def dry_run(problem: Problem) -> Plan:
         )
         for number, each in enumerate(rows)
     ]
-    gain = planned_gain(problem, plan_row)
-    speedup = None if gain is None else Speedup.of(gain, (gain,))
+    planned = planned_gain(problem, plan_row)
+    speedup = None if planned is None else Speedup.of(planned, (planned,), is_significant=False)
     stopped_because = N_("fidelity = estimate runs no trials")
     plan = summarize(task, problem.space, problem.pruned, SearchState(), stopped_because, problem.knobs)
     return replace(
@@ -247,7 +247,9 @@ def planned_gain(problem: Problem, row: int) -> float | None:
     """Return the predicted gain of the one in `row` over the baseline. None if unknown or if that does not fit."""
     best, base = (problem.predictions.row(each) for each in (row, problem.row_of(problem.baseline)))
     best_s, base_s = best.step_time_s, base.step_time_s
-    return base_s / best_s - 1.0 if best_s and base_s and base.fits is not False else None
+    if not best_s or not base_s or base.fits is False:
+        return None
+    return gain(problem.task.spec.objective, base_s, best_s, base.figures, best.figures)
 
 
 CALIBRATE = "`flag calibrate` measures it on such a device"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from flagcore.domain.knob import Knobs
+from flagcore.domain.metrics import gain
 from flagcore.domain.plan import Counts, Interference, Plan, Runs, Speedup
 from flagcore.domain.space import DOES_NOT_FIT, Candidate, Pruned, Space
 from flagcore.domain.spec import Control, Task
@@ -245,8 +246,8 @@ def min_repeats(control: Control, search_state: SearchState) -> dict[Candidate, 
     least = disturbed | {trial.candidate: rounds if trial.is_final else max(rounds, 1) for trial in trials}
     baseline, best = search_state.baseline, search_state.best
     if baseline and best and baseline.candidate in least:
-        gain = search_state.speed_of(best.candidate) / search_state.speed_of(baseline.candidate) - 1.0
-        if gain > SURE_GAIN * max(noise(search_state.runs_of(each.candidate)) for each in (baseline, best)):
+        faster = search_state.speed_of(best.candidate) / search_state.speed_of(baseline.candidate) - 1.0
+        if faster > SURE_GAIN * max(noise(search_state.runs_of(each.candidate)) for each in (baseline, best)):
             least[baseline.candidate] = min(least[baseline.candidate], 1)
         if control.repeats and is_disturbed(search_state.runs_of(baseline.candidate)):
             again = len(search_state.repeats_of(baseline.candidate)) + 1
@@ -284,7 +285,7 @@ def summarize(
         repeats=search_state.repeats,
         baseline=search_state.reported_trial(search_state.baseline),
         best=search_state.reported_trial(search_state.best),
-        speedup=speedup(search_state),
+        speedup=speedup(search_state, task.spec.objective),
         stopped_because=stopped_because,
         rivals=search_state.rivals,
         drift=search_state.drift,
@@ -322,10 +323,11 @@ def count(space: Space, pruned: Pruned, search_state: SearchState) -> Counts:
     )
 
 
-def speedup(search_state: SearchState) -> Speedup | None:
+def speedup(search_state: SearchState, objective: str) -> Speedup | None:
     """Return the speedup of the best over the baseline. None if one of them has no measurement of whole steps.
 
-    Without rounds of runs that count, there is one round with all of these.
+    Without rounds of runs that count, there is one round with all of these. It is significant only if both ran more
+    than once, and not all runs of one of them while other programs used their cores.
     """
     best, baseline = search_state.best, search_state.baseline
     if best is None or baseline is None:
@@ -336,16 +338,25 @@ def speedup(search_state: SearchState) -> Speedup | None:
     runs = (*baseline_runs, *best_runs)
     if not (baseline_runs and best_runs) or any(each.source or not each.is_final for each in runs):
         return None
-    value = search_state.speed_of(best.candidate) / search_state.speed_of(baseline.candidate) - 1.0
+    base_s, best_s = (1.0 / search_state.speed_of(each.candidate) for each in (baseline, best))
+    base, own = (of[0].measurement.figures if of[0].measurement else {} for of in (baseline_runs, best_runs))
     is_rival = baseline.candidate in {each.candidate for each in search_state.rivals}
-    return Speedup.of(value, _rounds(baseline_runs, best_runs) or [value], is_significant=not is_rival)
+    rounds = [gain(objective, *seconds, base, own) for seconds in _rounds(baseline_runs, best_runs)]
+    value = gain(objective, base_s, best_s, base, own)
+    is_significant = not is_rival and are_repeated(baseline_runs, best_runs)
+    return Speedup.of(value, rounds or [value], is_significant=is_significant)
 
 
-def _rounds(baseline_runs: Sequence[Trial], best_runs: Sequence[Trial]) -> list[float]:
-    """Return the speedup in each round: a run of the baseline, and the first run of the best before the next one."""
+def are_repeated(*runs_of_each: Sequence[Trial]) -> bool:
+    """Return whether each candidate ran at least twice, and once without other programs on its cores."""
+    return all(len(runs) > 1 and not is_disturbed(runs) for runs in runs_of_each)
+
+
+def _rounds(baseline_runs: Sequence[Trial], best_runs: Sequence[Trial]) -> list[tuple[float, float]]:
+    """Return the step times in each round: a run of the baseline, and the first run of the best before the next one."""
     ends = (*(run.number for run in baseline_runs[1:]), math.inf)
     return [
-        best_run.speed / run.speed - 1.0
+        (1.0 / run.speed, 1.0 / best_run.speed)
         for run, end in zip(baseline_runs, ends, strict=True)
         if (best_run := next((each for each in best_runs if run.number < each.number < end), None))
     ]

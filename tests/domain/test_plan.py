@@ -40,7 +40,7 @@ REPEATS = (trial(2, "baseline", 100.0, Role.REPEAT), trial(3, "best", 130.0, Rol
 
 def found(*trials: Trial) -> tuple[float | None, tuple[float, ...]]:
     """The speedup of the best over the baseline, and that of each round."""
-    known = speedup(learn(trials))
+    known = speedup(learn(trials), "")
     return (known.value, known.rounds) if known else (None, ())
 
 

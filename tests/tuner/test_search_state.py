@@ -223,8 +223,8 @@ def test_a_disturbed_baseline_runs_again_and_its_round_does_not_count() -> None:
     known = [replace(base, measurement=measured), best]
     order, state = again(known, Control(repeats=2), base=[50.0], a=[100.0])
     assert "base" in order
-    assert speedup(learn(known)).rounds == pytest.approx((4.0,))
-    assert (speedup(state).value, speedup(state).low) == pytest.approx((1.0, 1.0))
+    assert speedup(learn(known), "").rounds == pytest.approx((4.0,))
+    assert (speedup(state, "").value, speedup(state, "").low) == pytest.approx((1.0, 1.0))
 
 
 LONG = tasks.task(global_batch_size=512, control=Control(max_step_time=60.0))

@@ -254,6 +254,11 @@ class ServeSpec(Work):
     def with_default_space(self) -> ServeSpec:
         return replace(self, default_space=True, only_best=True)
 
+    def at_load(self, value: float) -> ServeSpec:
+        if self.highest is None:
+            return self
+        return replace(self, highest=None, loads=tuple(load.at(self.highest, value) for load in self.loads))
+
     def with_warmup(self, requests: int) -> ServeSpec:
         loads = tuple(replace(load, warmup=max(load.warmup, requests)) for load in self.loads)
         return replace(self, loads=loads)

@@ -12,6 +12,7 @@ from flagcore.api.commands.explain import RAN, state_of
 from flagcore.api.inputs import SpecLike
 from flagcore.api.runs import Snapshot, load_snapshot
 from flagcore.api.subject import Subject, expected_text
+from flagcore.domain.metrics import HIGHEST_LOAD, equal_devices
 from flagcore.domain.prediction import Prediction
 from flagcore.domain.records import GIB
 from flagcore.domain.trial import is_disturbed
@@ -20,7 +21,7 @@ from flagcore.i18n import _
 from flagcore.report import candidate_report
 from flagcore.report.explanation import figure_pairs, memory_parts, shown_latencies
 from flagcore.tuner.run_folder import differences
-from flagcore.tuner.search_state import noise, significant
+from flagcore.tuner.search_state import are_repeated, noise, significant
 
 
 def compare(
@@ -58,15 +59,19 @@ def compare_subjects(a: Subject, b: Subject) -> candidate_report.Comparison:
         places = {"a": a.snapshot.where, "b": b.snapshot.where}
         raise UsageError(_("{a} and {b} cannot be compared: one is a training job, the other a server", **places))
     seconds, certainty = _times(a, b)
+    loads = _loads(a, b)
+    predicted = [each.at_load(min(loads)) if loads else each.predicted for each in (a, b)]
 
     def pairs(figures: Callable[[Prediction], Mapping[str, float]]) -> dict[str, tuple[float, float]]:
-        return figure_pairs(figures(a.predicted), figures(b.predicted)) if a.predicted and b.predicted else {}
+        first, second = predicted
+        return figure_pairs(figures(first), figures(second)) if first and second else {}
 
     sides = _side(a), _side(b)
     return candidate_report.Comparison(
         a=sides[0],
         b=sides[1],
         objective=specs[0].objective,
+        loads=loads,
         differs=a.differing(b.candidate),
         tasks=_task_differences(a.snapshot, b.snapshot),
         time=pairs(lambda found: found.parts_s),
@@ -122,8 +127,19 @@ def _unit(side: Subject) -> float:
 
 
 def _relative(a: Subject, b: Subject, a_s: float, b_s: float) -> float:
-    """Return how much longer `b` takes than `a`, such as 0.1 for 10%. Training: per token and device."""
-    return b_s / _unit(b) / (a_s / _unit(a)) - 1.0
+    """Return how much longer `b` takes than `a` on equal devices, such as 0.1 for 10%. Training: per token."""
+    figures = [each.predicted.figures if each.predicted else {} for each in (b, a)]
+    return b_s / _unit(b) / (a_s / _unit(a)) * equal_devices(a.snapshot.task.spec.objective, *figures) - 1.0
+
+
+def _loads(a: Subject, b: Subject) -> tuple[float, float] | None:
+    """Return the highest loads of both candidates, as measured or else as predicted, if they differ."""
+    found = list[float]()
+    for each in (a, b):
+        measured = [run.measurement.figures.get(HIGHEST_LOAD, 0.0) for run in each.runs if run.measurement]
+        predicted = each.predicted.figures.get(HIGHEST_LOAD, 0.0) if each.predicted else 0.0
+        found.append(max(measured, default=0.0) or predicted)
+    return (found[0], found[1]) if all(found) and found[0] != found[1] else None
 
 
 def _times(a: Subject, b: Subject) -> tuple[tuple[float, float] | None, str]:
@@ -133,8 +149,12 @@ def _times(a: Subject, b: Subject) -> tuple[tuple[float, float] | None, str]:
     if a.measured_s and b.measured_s:
         gap = _relative(a, b, a.measured_s, b.measured_s)
         longer = max(gap, 1.0 / (1.0 + gap) - 1.0)
-        steps = ([run.measurement.step_time_s / _unit(side) for run in side.runs if run.measurement] for side in (a, b))
-        is_clear = significant(longer, a.runs, b.runs) and not overlap(*steps)
+        units = _unit(a), b.measured_s * _unit(a) / a.measured_s / (1.0 + gap)  # in which both have the ratio `gap`
+        steps = (
+            [run.measurement.step_time_s / unit for run in side.runs if run.measurement]
+            for side, unit in zip((a, b), units, strict=True)
+        )
+        is_clear = significant(longer, a.runs, b.runs) and are_repeated(a.runs, b.runs) and not overlap(*steps)
         return (
             a.measured_s,
             b.measured_s,
@@ -178,7 +198,8 @@ def _reasons(
     if seconds is None:
         return [_("at least one time is unknown")]
     sources = {candidate_report.PREDICTED: _("predicted"), candidate_report.CORRECTED: expected_text((a, b))}
-    return [b.causes_against(a, "A", seconds, sources.get(certainty, _("measured")))] if _unit(a) == _unit(b) else []
+    causes = b.causes_against(a, "A", seconds, sources.get(certainty, _("measured")))
+    return [causes] if _unit(a) == _unit(b) else []
 
 
 MAX_DIFFERENCES = 12

@@ -300,7 +300,7 @@ def _explained(
     snapshot: Snapshot, trials: list[Trial], candidate: Candidate, fidelity: str = RUN
 ) -> tuple[str, list[str]]:
     """Return the state of a candidate after trials, with the reasons."""
-    run = Run(folder=Path("run"), spec={}, data={}, fidelity=fidelity, **trial_fields(trials, fidelity))
+    run = Run(folder=Path("run"), spec={}, data={}, fidelity=fidelity, **trial_fields(trials, fidelity, ""))
     learned = snapshot._replace(search_state=run.search_state, run=run)
     return state_of(Subject(learned, columns_of(learned, candidate)))[:2]
 
