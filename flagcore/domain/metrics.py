@@ -43,7 +43,8 @@ class HighestLoad:
 def devices_in_use(figures: Mapping[str, float]) -> float:
     """Return the number of devices of a server with these figures. 0 if it is unknown."""
     rate, per_device = (figures.get(name) or 0.0 for name in ("output_tokens_per_s", PER_DEVICE))
-    return float(round(rate / per_device)) if per_device else 0.0
+    devices = rate / per_device if per_device else 0.0
+    return float(round(devices)) if math.isfinite(devices) else 0.0
 
 
 def devices_pair(base: Mapping[str, float], own: Mapping[str, float]) -> tuple[float, float]:
