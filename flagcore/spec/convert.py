@@ -71,8 +71,8 @@ def select_engine(data: Mapping[str, Any], engine: str, kinds: Mapping[str, type
 
     Raises SpecError if there are knobs of an engine that the spec does not name.
     """
-    tuner, engines = dict(data.get("auto_tuner") or {}), engines_of(data, kinds)
-    kind = _kind_of(data, kinds)
+    given, engines, kind = data.get("auto_tuner"), engines_of(data, kinds), _kind_of(data, kinds)
+    tuner = dict(given) if isinstance(given, Mapping) else {}  # the schema refuses another type
     for key in ("space", "baseline"):
         knobs = tuner.get(key)
         if not isinstance(knobs, Mapping):

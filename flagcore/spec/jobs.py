@@ -116,7 +116,7 @@ def read_job(line: Mapping[str, object], engines: Engines) -> JobRecord:
         raise spec_error("job", f"is of type {type(line).__name__}", fix="write one JSON object per line")
     kind: Any = line.get("kind")
     kinds = kinds_of(engines)
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         names = " or ".join(kinds)
         problem = "is missing" if kind is None else f"must be {names}"
         raise spec_error("kind", problem, value=kind, fix=f"write {names}")

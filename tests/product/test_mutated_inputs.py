@@ -155,9 +155,7 @@ def _grammars() -> Iterator[tuple[str, Arguments]]:
         )
     yield (
         "records",
-        lambda chance, to: [
-            *("estimate", "--jobs", _written(to, "jobs.jsonl", _changed(SOURCES["records"], chance)), "--quiet")
-        ],
+        lambda chance, to: [*("estimate", "--jobs", _written(to, "jobs.jsonl", _changed(SOURCES["records"], chance)))],
     )
     for name, config in SOURCES["configs"].items():
         yield (
@@ -246,3 +244,13 @@ def test_a_changed_input_is_answered_or_refused(flag: Flag, grammar: str, tmp_pa
 @pytest.mark.parametrize("grammar", GRAMMARS)
 def test_many_changed_inputs_are_answered_or_refused(flag: Flag, grammar: str, tmp_path: Path) -> None:
     _check(flag, grammar, range(7, 180), tmp_path)
+
+
+@pytest.mark.parametrize("value", ["x", 1, [{"space": {}}]])
+def test_a_section_of_another_type_is_named(flag: Flag, value: object, tmp_path: Path) -> None:
+    spec = _written(tmp_path, "spec.yaml", {**SOURCES["specs"]["serve"], "auto_tuner": value})
+    flag("estimate", spec, "--quiet").refused(2, "auto_tuner", "must be a mapping")
+
+    record = _written(tmp_path, "jobs.jsonl", [{**SOURCES["records"][1], "kind": ["serve"]}, SOURCES["records"][0]])
+    lines = flag("estimate", "--jobs", record).worked().out.splitlines()
+    assert [json.loads(line)["status"] for line in lines] == ["invalid", "ok"]
