@@ -220,7 +220,7 @@ GRAMMARS = dict(_grammars())
 
 def _check(flag: Flag, grammar: str, seeds: range, folder: Path) -> None:
     """Read the changed inputs of a grammar with these seeds, and list those without a right answer."""
-    wrong = []
+    wrong, before = [], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for seed in seeds:
         arguments = GRAMMARS[grammar](Chance(f"{grammar} {seed}"), folder)
         start = time.process_time()
@@ -232,7 +232,7 @@ def _check(flag: Flag, grammar: str, seeds: range, folder: Path) -> None:
         if ran.code not in (0, 2, 3, 4, 5, 6) or words or (ran.code and not ran.err.strip()) or seconds > SECONDS:
             wrong.append((seed, ran.code, f"{seconds:.1f} s", words and words[0], ran.err[-300:]))
     assert not wrong, "\n".join(map(str, wrong))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < BYTES_OF_MEMORY
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < BYTES_OF_MEMORY
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS)

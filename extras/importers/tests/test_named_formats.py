@@ -12,7 +12,6 @@ FILES = {
     "AReaL": "experiment_name: a\ntrial_name: b\nallocation_mode: sglang:d4p1t1+d4p1t1\ngconfig:\n  n_samples: 4\n",
     "ROLL": "rollout_batch_size: 64\nactor_train:\n  training_args:\n    learning_rate: 1.0e-6\n",
     "srtctl": "name: a\nmodel: {path: b}\nresources:\n  gpu_type: gb200\n  prefill_nodes: 1\n  decode_nodes: 2\n",
-    "llama-swap": "models:\n  qwen:\n    cmd: llama-server --port ${PORT} -m a.gguf\n    ttl: 300\n",
     "MindIE": '{"Version": "1.0.0", "ServerConfig": {}, "BackendConfig": {"npuDeviceIds": [[0]]}}',
 }
 COMMANDS = {

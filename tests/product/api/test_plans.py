@@ -423,6 +423,7 @@ def test_every_screen_of_a_plan_has_the_same_figures(work: dict[str, Any]) -> No
 
 def test_a_slower_candidate_is_not_called_the_fastest_where_only_it_is_listed() -> None:
     work = {"engine": "megatron", "seq_length": 8192, "global_batch_size": 128, "precision": "bf16"}
+    work |= {"engine_version": "0.17.1"}  # a release with another fused loss has other figures
     cluster = {"chip": "H100-SXM", "nodes": 2, "devices_per_node": 8}
     data = {"model": "meta-llama/Meta-Llama-3.1-8B", "cluster": cluster, "train": work}
     one, two = (api.estimate(data, top=top) for top in (1, 2))
