@@ -384,7 +384,7 @@ def test_axolotl_offloads_instead_of_checkpoints_beside_adapters(
     data = _axolotl(tmp_path, text)
     assert data["auto_tuner"]["baseline"].get(AC, "none") == checkpoints
     platform = open_spec(data, None, (), plan=True).problem.platform
-    axes = dict(zip((knob.name for knob in platform.engine.knobs), platform.engine.axes(platform.task), strict=True))
+    axes = {axis.knob: axis for axis in platform.engine.axes(platform.task)}
     assert len({*axes[AC].values}) == (1 if checkpoints == "none" else 2)
 
 
