@@ -111,7 +111,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any],
             "reduce_dtype": "bf16",
             "state_dtype": "bf16",
         },
-        "lengths.mean",
+        "train.lengths.mean",
     ),
     "a benchmark of NeMo AutoModel": (
         "own.yaml",
