@@ -74,8 +74,8 @@ def spec_of_model(
     cluster: dict[str, Any] = {"nodes": nodes or 1}
     cluster |= {key: value for key, value in (("chip", chip), ("devices_per_node", devices)) if value is not None}
     known = plugins.load_plugins(()).find_chip(chip) if chip and devices is None else None
-    usual = known.devices_per_node if known else USUAL_DEVICES if chip or nodes else 1
-    count = cluster["nodes"] * (devices or usual)
+    own_hosts = known.devices_per_node if known else USUAL_DEVICES if chip or nodes else 1
+    count = cluster["nodes"] * (devices or own_hosts)
     documents = _documents_of(engine)
     values = documents.for_devices(count) if hasattr(documents, "for_devices") else documents.DEFAULTS
     return LoadedSpec(job_name(Path(model).name), _data_of(engine, model, cluster, values))
