@@ -22,14 +22,14 @@ from flagcore.domain.files import read_regular
 from flagcore.domain.knob import Knob
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Adapter, Control, Precision, Target, TrainSpec
-from flagcore.domain.units import Argument, Word
+from flagcore.domain.units import Word
 from flagcore.domain.work import Lengths, Work
 from flagcore.i18n import _
 from flagcore.spec.clusters import ClusterSection, cluster_of
 from flagcore.spec.knobs import baseline_section, candidate_of, settings_of, settings_section, space_of, space_section
 from flagcore.spec.models import ModelInput
 from flagcore.spec.plain_data import load_json, spec_error
-from flagcore.spec.validate import Context, Envs, Folder, M, RecordSection, Section, keys_of_record, rule
+from flagcore.spec.validate import Command, Context, Envs, Folder, M, RecordSection, Section, keys_of_record, rule
 
 MOST, MOST_LENGTHS = 2**31, 500_000
 Length = Annotated[int, Field(le=MOST, strict=False)]
@@ -143,7 +143,7 @@ class TrainJob(RecordSection):
 class TrainSection(TrainJob):
     """The training job."""
 
-    command: Annotated[list[Argument], Field(min_length=1)] | None = None
+    command: Command | None = None
     """Your launch command as a list of words, run without a shell; null: flagcore's trial program."""
     directory: Folder | None = None
     """Working directory of `command`; null: the folder of the spec file."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, cast, get_t
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model
 from pydantic_core import PydanticCustomError
 
-from flagcore.domain.units import LONGEST_TEXT, Value
+from flagcore.domain.units import LONGEST_TEXT, Argument, Value
 from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import N_, _, closest
 from flagcore.spec.plain_data import KeyPath, key_text, package_yaml, spec_error
@@ -139,6 +139,18 @@ def rule(convert: Callable[[Any, Context], object]) -> AfterValidator:
         raise PydanticCustomError("rule", "invalid value", {"problems": problems})
 
     return AfterValidator(validate)
+
+
+def _with_program(words: list[str], context: Context) -> list[str]:
+    """Return the words of a command. Raises SpecError if the first one, which names the program, is empty."""
+    if not words[0]:
+        problem, fix = _("is empty"), _("give the name or the path of a program")
+        raise spec_error((0,), problem, value=words[0], fix=fix)
+    return words
+
+
+Command = Annotated[list[Argument], Field(min_length=1), rule(_with_program)]
+"""The words of a command; all but the first may be empty."""
 
 
 def checked(kind: type[M], data: object, context: Context = Context()) -> M:

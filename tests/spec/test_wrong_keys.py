@@ -102,7 +102,7 @@ def test_a_parallel_size_must_be_an_integer(read_error: ReadError, value: str, k
     assert fix in error.fix
 
 
-@pytest.mark.parametrize("command", ["[]", "bash run.sh", "[bash, 1]"])
+@pytest.mark.parametrize("command", ["[]", "bash run.sh", "[bash, 1]", "['', a]"])
 def test_command_is_a_list_of_words(read_error: ReadError, command: str) -> None:
     train = f"train: {{engine: toy, seq_length: 8, global_batch_size: 4, precision: bf16, command: {command}}}\n"
     assert read_error(train=train).key.startswith("train.command")

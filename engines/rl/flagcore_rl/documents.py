@@ -10,13 +10,13 @@ from pydantic import Field
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import Precision
-from flagcore.domain.units import Argument, Size, Text, Word
+from flagcore.domain.units import Size, Text, Word
 from flagcore.spec import schema
 from flagcore.spec.jobs import AnyRecord, ReadRecord, reject_misplaced_keys
 from flagcore.spec.knobs import baseline_section, candidate_of, candidate_section, space_of, space_section
 from flagcore.spec.models import ModelInput
 from flagcore.spec.plain_data import spec_error
-from flagcore.spec.validate import Context, Folder, RecordSection, Section, checked, keys_of_record, rule
+from flagcore.spec.validate import Command, Context, Folder, RecordSection, Section, checked, keys_of_record, rule
 from flagcore_rl.job import SPREAD, Lengths, RlSpec, RolloutRole, TrainerRole
 
 Scalar = bool | int | float | Text | None
@@ -118,7 +118,7 @@ class RlJob(RecordSection):
 class RlSection(RlJob):
     """The job."""
 
-    command: Annotated[list[Argument], Field(min_length=1)] | None = None
+    command: Command | None = None
     """Your launch command as a list of words, run without a shell; null: the job is only predicted."""
     directory: Folder | None = None
     """Working directory of `command`; null: the folder of the spec file."""

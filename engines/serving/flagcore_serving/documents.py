@@ -19,7 +19,7 @@ from flagcore.domain.metrics import LATENCIES, STATISTICS
 from flagcore.domain.space import KnobValue
 from flagcore.domain.spec import AUTO, COST, SERVING, Control
 from flagcore.domain.trial import ESTIMATE
-from flagcore.domain.units import SECONDS, Argument, Devices, Seconds, Text, Value, Word, parse_amount
+from flagcore.domain.units import SECONDS, Devices, Seconds, Text, Value, Word, parse_amount
 from flagcore.errors import SpecError, UsageError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.spec.knobs import knobs_of_engine, listed_type, section_of, value_type
@@ -27,7 +27,7 @@ from flagcore.spec.models import ModelSource, model_of
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.schema import BUDGET, CommonSection, SearchSection, command_of, control_of, with_fields
 from flagcore.spec.shapes import Shape
-from flagcore.spec.validate import Context, Folder, RecordSection, Section, keys_of_record, rule
+from flagcore.spec.validate import Command, Context, Folder, RecordSection, Section, keys_of_record, rule
 from flagcore_serving.job import CLIENTS_PER_DEVICE, QUANTIZERS, ServePrecision, ServeSpec
 from flagcore_serving.profile import ProfileSection, loads, not_with
 
@@ -87,7 +87,7 @@ class ServeSection(Section):
     """Path of the weights (Hugging Face directory or GGUF file); null: the path of the model."""
     adapters: list[Folder] = Field(default=[], max_length=1_000)
     """Folders of adapters (LoRA) that the server loads, in the format of PEFT, relative to the spec."""
-    command: Annotated[list[Argument], Field(min_length=1)] | None = None
+    command: Command | None = None
     """Program that starts one server, without flags; null: the engine's default."""
     directory: Folder | None = None
     """Working directory of the command; null: the folder of the spec."""
