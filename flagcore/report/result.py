@@ -260,7 +260,8 @@ class Result(_Object):
       latency, a baseline of 1.25 times the latency of the best. Null if unknown.
     - `speedup`: The same as `value`, and of each of the `rounds` (a run of the baseline and the next run of the best),
       with the range `low` to `high` of these. `conclusive`: whether the range is smaller than the gain. `significant`:
-      whether every round is also faster, and the difference exceeds the noise. Null if unknown.
+      whether every round is also faster, the difference exceeds the noise, and both ran more than once, not only beside
+      other programs. Rates of all devices are compared on equal devices. Null if unknown.
     - `runs`: For each measured candidate, the number of its first `trial`, the numbers of the runs that are `counted`,
       why others are `not_counted`, and the medians of those counted: the objective and, of servers, all `figures`.
     - `noise`: The results of the repeats: `drift` (last run of the baseline over its first, minus one), `drifted`
