@@ -246,7 +246,8 @@ def _gain(run: RunData, best: Trial) -> Cell:
         text = N_("({count} rounds: {low} to {high})") if count > 1 else N_("({low} to {high})")
         if count > 1 and not min(speedup.rounds) <= speedup.value <= max(speedup.rounds):
             text = N_("({count} rounds, and the ratio of the medians: {low} to {high})")
-        note = f"{note} {_(text, count=count, low=low.split()[0], high=high.split()[0])}".strip()
+        interval = _(text, count=count, low=low.split()[0], high=high.split()[0])
+        note = f"{note} {interval}".strip() if speedup.conclusive else interval
     verdict = N_("no significant gain")
     if not speedup.conclusive:
         verdict = N_("not conclusive, rounds differ by more than the gain")

@@ -4,11 +4,11 @@
 """
 
 import json
+import os
 import random
 import re
 import resource
 import struct
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,7 @@ def _written(folder: Path, name: str, content: Any) -> str:
     return str(path)
 
 
+FIT_ONE_DEVICE = ("ct", "gptq", "nemotronh")
 PLAN = ["--chip", "H100-SXM", "--devices", "1", "--json", "--quiet"]
 
 
@@ -158,11 +159,12 @@ def _grammars() -> Iterator[tuple[str, Arguments]]:
         lambda chance, to: [*("estimate", "--jobs", _written(to, "jobs.jsonl", _changed(SOURCES["records"], chance)))],
     )
     for name, config in SOURCES["configs"].items():
+        engine = "vllm" if name in FIT_ONE_DEVICE else "megatron"  # servers that do not fit take seconds
         yield (
             f"config {name}",
-            lambda chance, to, config=config: [
+            lambda chance, to, config=config, engine=engine: [
                 *("estimate", "--model", str(Path(_written(to, "model/config.json", _changed(config, chance))).parent)),
-                *("--engine", chance.choice(["vllm", "megatron"]), *PLAN),
+                *("--engine", engine, *PLAN),
             ],
         )
     for name, manifest in SOURCES["manifests"].items():
@@ -223,9 +225,9 @@ def _check(flag: Flag, grammar: str, seeds: range, folder: Path) -> None:
     wrong, before = [], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for seed in seeds:
         arguments = GRAMMARS[grammar](Chance(f"{grammar} {seed}"), folder)
-        start = time.process_time()
+        start = os.times().user  # not the system's: CPython 3.11 may map a page a call, at some depths of the stack
         ran = flag(*arguments)
-        seconds = time.process_time() - start
+        seconds = os.times().user - start
         is_plan = ran.code == 0 and "--json" in arguments
         numbers = re.search(r"\b(NaN|-?Infinity)\b", ran.out) if is_plan else None
         words = PYTHON.search(ran.err) or numbers
@@ -235,6 +237,7 @@ def _check(flag: Flag, grammar: str, seeds: range, folder: Path) -> None:
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < BYTES_OF_MEMORY
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("grammar", GRAMMARS)
 def test_a_changed_input_is_answered_or_refused(flag: Flag, grammar: str, tmp_path: Path) -> None:
     _check(flag, grammar, range(7), tmp_path)

@@ -388,7 +388,7 @@ def _add_argument(
     if not _is_known(engine, engine_name.replace("_", "-")):
         text = f"is passed to {engine}, but unknown to flagcore: not in the predictions"
         source.note(tree_key, text, spec_key)
-    result[engine_name] = tree_key, parse_length(value, PROGRAMS[engine].units) if name in LENGTHS else value
+    result[engine_name] = tree_key, parse_length(value, PROGRAMS["vllm"].units) if name in LENGTHS else value
 
 
 def _with_full_path(name: str, value: Any) -> Any:

@@ -164,6 +164,7 @@ def test_what_is_left_out_of_a_script_keeps_the_secrets_of_its_program(flag: Fla
     assert "openssl: is left out: rsa -passin pass:(left out) -in a" in completed.err
 
 
+@pytest.mark.costly
 def test_a_public_model_is_planned_without_a_file(flag: Flag, answer: Answer) -> None:
     options = ("--model", "Qwen/Qwen3-8B", "--chip", "H100", "--devices", "2", "--top", "1")
     assert "max_num_seqs" in answer("estimate", *options)[0]["candidate"]

@@ -18,7 +18,7 @@ from flagcore.domain.knob import ANSWERS, WHOLE_STEP, Factor, Knob
 from flagcore.domain.prediction import PART_NAMES
 from flagcore.domain.spec import PRECISIONS
 from flagcore.errors import SpecError
-from flagcore.plugins import find_engine, kind_of
+from flagcore.plugins import ENGINES, find_engine, kind_of, names
 from flagcore_testing.examples import task_on
 from flagcore_testing.kit import Case, Items, Problems, Subject, check, need, repeated, wrong
 
@@ -54,7 +54,7 @@ def engine_support_is_complete(engine: str, answer: EngineSupport) -> Problems:
         words, has = stack.source.detail.replace("-", "_") if stack else "", f": stack.settings has {name}: "
         yield (value is True and "overlap" in name and name not in words, f"{has}true, which its source does not name",
                "name the flag with the script that sets it, or write false")  # fmt: skip
-        yield (not _is_known(engine, f"settings.{name}", () if value is None else (value,)), f"{has}{value!r}",
+        yield (not _is_setting(engine, name, () if value is None else (value,)), f"{has}{value!r}",
                "name a setting of the engine and a valid value (docs/spec.md)")  # fmt: skip
 
 
@@ -152,6 +152,18 @@ def _is_known(engine: str, key: str, values: tuple[object, ...]) -> bool:
             knobs[name].parse(value, key)
         return name in knobs or not knobs
     return not knobs
+
+
+def _is_setting(engine: str, name: str, values: tuple[object, ...]) -> bool:
+    """Return whether an engine of this kind has a setting with these values: a stack is that of all of them.
+
+    Nothing is known of an engine without settings.
+    """
+    if _is_known(engine, f"settings.{name}", values):
+        return True
+    others = [find_engine(each) for each in names(ENGINES) if kind_of(each) == kind_of(engine)]
+    known = [each.name for each in others for knob in each.knobs if "setting" in knob.scope and name in knob.names]
+    return any(_is_known(each, f"settings.{name}", values) for each in known)
 
 
 def scoped(plugin: Subject) -> Items:
